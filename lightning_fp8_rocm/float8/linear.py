@@ -1,0 +1,167 @@
+"""A linear layer whose three products run in FP8. Letters: see ``recipe``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from typing_extensions import override
+
+from lightning_fp8_rocm.float8.quantize import Quantized, pad_summed_dim, quantize, scaled_product
+from lightning_fp8_rocm.float8.recipe import FP8Recipe, Operand, Product
+
+_INPUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def _cast(tensor: Tensor, operand: Operand, recipe: FP8Recipe, *, row_dim: int) -> Quantized:
+    return quantize(
+        tensor,
+        recipe.dtype(operand),
+        row_dim=row_dim if operand.granularity == "row" else None,
+        power_of_2=recipe.power_of_2_scales,
+    )
+
+
+def _transposed(quantized: Quantized) -> Quantized:
+    data, scale = quantized
+    return data.t(), scale.t() if scale.dim() == 2 else scale
+
+
+def _multiply(left: Quantized, right: Quantized, product: Product, recipe: FP8Recipe, out_dtype: torch.dtype) -> Tensor:
+    return scaled_product(left, right, out_dtype, fast_accum=product.fast_accum, emulate=recipe.emulate)
+
+
+def _grads(
+    grad_output: Tensor, input: Tensor | None, weight: Tensor | None, recipe: FP8Recipe
+) -> tuple[Tensor | None, Tensor | None]:
+    """``grad_input`` (M, K) where ``weight`` is given, ``grad_weight`` (N, K) where ``input`` is given."""
+    dtype = grad_output.dtype
+    grad_input = grad_weight = None
+    cast_once: dict[Operand, Quantized] = {}
+
+    def cast_grad_output(operand: Operand, row_dim: int) -> Quantized:
+        # One scale for the tensor serves both products; a row of the one is a column of the other.
+        if operand.granularity == "row":
+            return _cast(grad_output, operand, recipe, row_dim=row_dim)
+        if operand not in cast_once:
+            cast_once[operand] = _cast(grad_output, operand, recipe, row_dim=row_dim)
+        return cast_once[operand]
+
+    if weight is not None:
+        if recipe.grad_input is None:
+            grad_input = grad_output @ weight.to(dtype)
+        else:
+            left = cast_grad_output(recipe.grad_input.left, row_dim=-1)
+            right = _cast(weight, recipe.grad_input.right, recipe, row_dim=0)
+            grad_input = _multiply(left, right, recipe.grad_input, recipe, dtype)
+    if input is not None:
+        if recipe.grad_weight is None:
+            grad_weight = grad_output.t() @ input.to(dtype)
+        else:
+            left_data, left_scale = cast_grad_output(recipe.grad_weight.left, row_dim=0)
+            right_data, right_scale = _cast(input, recipe.grad_weight.right, recipe, row_dim=0)
+            # Tokens are what this product sums over, and there may be any number of them.
+            left = _transposed((pad_summed_dim(left_data), left_scale))
+            right = (pad_summed_dim(right_data), right_scale)
+            grad_weight = _multiply(left, right, recipe.grad_weight, recipe, dtype)
+    return grad_input, grad_weight
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Hands its first argument on; its backward is an error instead of a wrong number."""
+
+    @staticmethod
+    @override
+    def forward(ctx: FunctionCtx, grad: Tensor, *differentiable: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    @override
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "An FP8 layer was differentiated twice (`create_graph=True`, as in a gradient penalty). FP8 products have"
+            " no second derivative. Leave the layers that the penalty reaches in bf16:"
+            ' FP8Precision(exclude=["<their names>"]), for instance exclude=["critic.*"].'
+        )
+
+
+class _FP8Matmul(torch.autograd.Function):
+    """``input (..., K) @ weight (N, K).T -> (..., N)``, by the recipe."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, input: Tensor, weight: Tensor, recipe: FP8Recipe) -> Tensor:
+        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+        # The operands themselves, each only where the backward reads it: FP8 copies would be kept besides them.
+        ctx.save_for_backward(input if needs_grad_weight else None, weight if needs_grad_input else None)
+        ctx.recipe, ctx.input_shape, ctx.weight_shape = recipe, input.shape, weight.shape
+        rows = input.reshape(-1, input.shape[-1])
+        if rows.shape[0] == 0:
+            return input.new_zeros(*input.shape[:-1], weight.shape[0])
+        if recipe.output is None:
+            output = rows @ weight.t().to(input.dtype)
+        else:
+            left = _cast(rows, recipe.output.left, recipe, row_dim=-1)
+            right = _transposed(_cast(weight, recipe.output.right, recipe, row_dim=-1))
+            output = _multiply(left, right, recipe.output, recipe, input.dtype)
+        return output.reshape(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        with torch.no_grad():
+            if grad_rows.shape[0] == 0:
+                grad_input = grad_output.new_zeros(ctx.input_shape) if weight is not None else None
+                grad_weight = grad_output.new_zeros(ctx.weight_shape) if input is not None else None
+            else:
+                input_rows = input.reshape(-1, input.shape[-1]) if input is not None else None
+                grad_input, grad_weight = _grads(grad_rows, input_rows, weight, ctx.recipe)
+                grad_input = grad_input.reshape(ctx.input_shape) if grad_input is not None else None
+        if torch.is_grad_enabled():
+            sources = [t for t in (grad_output, input, weight) if t is not None]
+            grad_input, grad_weight = (
+                _NoSecondDerivative.apply(grad, *sources) if grad is not None else None
+                for grad in (grad_input, grad_weight)
+            )
+        return grad_input, grad_weight, None
+
+
+class FP8Linear(nn.Linear):
+    """An ``nn.Linear`` whose products run in FP8.
+
+    It is made by :func:`~lightning_fp8_rocm.float8.convert.convert` from an existing layer, by changing that layer's
+    class: parameters, hooks, ties and ``training`` are the same objects as before, the ``state_dict`` is that of an
+    ``nn.Linear``, and :func:`~lightning_fp8_rocm.float8.convert.revert` changes the class back.
+
+    Under autocast the input is cast to the autocast dtype, as by ``nn.Linear``. The weight is always quantised from
+    the values it has, an fp32 master from fp32.
+
+    Shape:
+        Input ``(..., K)``, output ``(..., N)``, for any number of tokens, also none. K and N are multiples of 16.
+
+    Raises:
+        TypeError: If the input is not bf16, fp16 or fp32.
+    """
+
+    fp8_recipe: FP8Recipe
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.__dict__["_fp8_called"] = True  # past nn.Module.__setattr__, which costs microseconds
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        if input.dtype not in _INPUT_DTYPES:
+            raise TypeError(
+                f"An FP8 layer got an input of {input.dtype}; it takes torch.bfloat16, torch.float16 or torch.float32."
+                ' Cast the input, or leave the layer out: FP8Precision(exclude=["<its name>"]).'
+            )
+        output: Tensor = _FP8Matmul.apply(input, self.weight, self.fp8_recipe)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe.name}/{self.fp8_recipe.fp8_format}"
