@@ -1,6 +1,6 @@
 """Which linear layers become FP8, and why the others do not; and back.
 
-Choosing is apart from changing: :func:`survey` reads, :func:`convert` changes classes, :func:`revert` changes them back.
+Choosing is apart from changing: :func:`survey` reads, :func:`convert` changes classes, :func:`revert` undoes that.
 """
 
 from __future__ import annotations
@@ -94,11 +94,16 @@ class ConversionReport:
         total = sum(layer.multiply_adds for layer in self.layers)
         return sum(layer.multiply_adds for layer in self.converted) / total if total else 0.0
 
+    def title(self) -> str:
+        """Recipe and format in a line."""
+        emulated = ", emulated" if self.recipe.emulate else ""
+        return f"FP8 conversion: recipe {self.recipe.name}, format {self.recipe.fp8_format}{emulated}"
+
     def caption(self) -> str:
         """What the share means, in one or two sentences."""
         text = (
-            f"{len(self.converted)} of {len(self.layers)} weight matrices and {100 * self.fp8_share:.1f} % of the weights'"
-            " multiply-adds run in FP8 (each layer counted once a token; attention products not counted)."
+            f"{len(self.converted)} of {len(self.layers)} weight matrices and {100 * self.fp8_share:.1f} % of the"
+            " weights' multiply-adds run in FP8 (each layer counted once a token; attention products not counted)."
         )
         if self.uncounted:
             shown = ", ".join(_collapse(name) for name in list(dict.fromkeys(self.uncounted))[:3])
@@ -110,7 +115,7 @@ class ConversionReport:
         """The report as a ``rich`` table; layers that differ only in an index share a row."""
         from rich.table import Table
 
-        table = Table(title=f"FP8 conversion: {self.recipe.describe()}", caption=self.caption(), caption_justify="left")
+        table = Table(title=self.title(), caption=self.caption(), caption_justify="left", min_width=72)
         table.add_column("layer", overflow="fold")
         table.add_column("count", justify="right")
         table.add_column("out x in", justify="right", no_wrap=True)
@@ -124,7 +129,7 @@ class ConversionReport:
         return table
 
     def __str__(self) -> str:
-        return f"FP8 conversion: {self.recipe.describe()}\n{self.caption()}"
+        return f"{self.title()}\n{self.caption()}"
 
 
 def _collapse(name: str) -> str:
@@ -139,7 +144,9 @@ def _collapse(name: str) -> str:
 def _grouped(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     groups: dict[tuple[str, int, int, str | None], list[LayerReport]] = {}
     for layer in layers:
-        groups.setdefault((_collapse(layer.name), layer.out_features, layer.in_features, layer.reason), []).append(layer)
+        groups.setdefault((_collapse(layer.name), layer.out_features, layer.in_features, layer.reason), []).append(
+            layer
+        )
     return [(key[0] if len(group) > 1 else group[0].name or "(root)", group) for key, group in groups.items()]
 
 
@@ -276,8 +283,8 @@ def _check_patterns(argument: str, patterns: Sequence[str] | str | None, names: 
         if not any(fnmatchcase(name, pattern) for name in names):
             some = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(
-                f"The pattern {pattern!r} in `{argument}` matches none of the {len(names)} layers of the model. Patterns"
-                f" are matched against the whole name (`*` for anything). Layers: {some or 'none'}."
+                f"The pattern {pattern!r} in `{argument}` matches none of the {len(names)} layers of the model."
+                f" Patterns are matched against the whole name (`*` for anything). Layers: {some or 'none'}."
             )
     return tuple(patterns)
 
@@ -362,8 +369,9 @@ def convert(
         What was converted and why the rest was not.
 
     Raises:
-        ValueError: For a recipe, format or pattern that does not fit; if no layer at all would be FP8; and if a layer
-            already is FP8 under another recipe.
+        ValueError: For a recipe, format or pattern that does not fit; if no layer at all would be FP8; if a layer
+            already is FP8 under another recipe; and for a GPU without FP8, unless ``fp8_format`` names one.
+        MixedFormatsError: If the devices do not have one format.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -374,7 +382,12 @@ def convert(
         >>> type(model[0]).__name__
         'Linear'
     """
-    resolved = resolve_recipe(recipe, fp8_format, native_format(module, device))
+    devices = _hardware_for(module, device)
+    native = hardware.shared_format(devices)
+    if native is None and fp8_format == "auto" and devices[0] != hardware.CPU:
+        # Emulation on a GPU costs the user his speed: only when a format was asked for by name.
+        raise ValueError(f'{devices[0].no_fp8_reason()} In a call of `convert`, fp8_format="ocp" emulates.')
+    resolved = resolve_recipe(recipe, fp8_format, native)
     report = survey(module, resolved, include=include, exclude=exclude, skip_small=skip_small)
     modules = dict(module.named_modules())
     for name, child in modules.items():
@@ -418,22 +431,30 @@ def _revert_layer(layer: FP8Linear) -> None:
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def revert(module: nn.Module) -> None:
-    """Undo :func:`convert`: every layer of ``module`` has the class that it had before. Parameters are untouched."""
+def revert(module: nn.Module, *, keep: Iterable[nn.Module] = ()) -> None:
+    """Undo :func:`convert`: every layer of ``module`` has the class that it had before. Parameters are untouched.
+
+    Args:
+        module: What was converted.
+        keep: Layers to leave FP8.
+    """
+    kept = set(keep)
     for child in module.modules():
-        if isinstance(child, FP8Linear):
+        if isinstance(child, FP8Linear) and child not in kept:
             _revert_layer(child)
-        _restore_fast_path(child)
+    for child in module.modules():
+        if not any(isinstance(below, FP8Linear) for below in child.modules()):
+            _restore_fast_path(child)
 
 
-def native_format(module: nn.Module, device: torch.device | None = None) -> FP8Format | None:
-    """What the hardware that will run ``module`` multiplies; None for hardware without FP8 and for the CPU."""
+def _hardware_for(module: nn.Module, device: torch.device | None) -> list[hardware.Hardware]:
+    """The devices that will run ``module``: the one given, those of its parameters, or the GPUs of this machine."""
     if device is not None:
-        return hardware.of_device(device).fp8_format
-    devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
-    on_gpu = sorted((d for d in devices if d.type == "cuda"), key=str)
-    found = [hardware.of_device(d) for d in on_gpu] if on_gpu else hardware.local_devices()
-    return hardware.shared_format(found)
+        return [hardware.of_device(device)]
+    on_gpu = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    if on_gpu:
+        return [hardware.of_device(gpu) for gpu in sorted(on_gpu, key=str)]
+    return hardware.local_devices()
 
 
 def _why_nothing(report: ConversionReport) -> str:
@@ -451,6 +472,7 @@ def _why_nothing(report: ConversionReport) -> str:
         for reason, names in reasons.items()
     )
     return (
-        f"No layer would run in FP8, so this would be a bf16 run under another name. Why, for {len(report.layers)} weight"
-        f' matrices:\n{listed}\nChange `include`, `exclude` or `skip_small`, or train with `precision="bf16-mixed"`.'
+        f"No layer would run in FP8, so this would be a bf16 run under another name. Why, for {len(report.layers)}"
+        f" weight matrices:\n{listed}\nChange `include`, `exclude` or `skip_small`, or train with"
+        ' `precision="bf16-mixed"`.'
     )

@@ -85,6 +85,10 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
+def _once_only(grad: Tensor | None, sources: list[Tensor]) -> Tensor | None:
+    return None if grad is None else _NoSecondDerivative.apply(grad, *sources)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class _FP8Matmul(torch.autograd.Function):
     """``input (..., K) @ weight (N, K).T -> (..., N)``, by the recipe."""
 
@@ -121,10 +125,7 @@ class _FP8Matmul(torch.autograd.Function):
                 grad_input = grad_input.reshape(ctx.input_shape) if grad_input is not None else None
         if torch.is_grad_enabled():
             sources = [t for t in (grad_output, input, weight) if t is not None]
-            grad_input, grad_weight = (
-                _NoSecondDerivative.apply(grad, *sources) if grad is not None else None
-                for grad in (grad_input, grad_weight)
-            )
+            grad_input, grad_weight = (_once_only(grad, sources) for grad in (grad_input, grad_weight))
         return grad_input, grad_weight, None
 
 

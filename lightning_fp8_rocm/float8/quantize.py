@@ -3,11 +3,35 @@
 A scale multiplies on the way to FP8 and divides on the way back, as in torchao. Letters: see ``recipe``.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchao.float8.float8_ops import addmm_float8_unwrapped
-from torchao.float8.float8_utils import amax_to_scale
+
+
+@contextmanager
+def _no_import_chatter() -> Iterator[None]:
+    """Importing torchao warns of kernels for other hardware and of its own use of torch: nothing a user can act on."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+
+    def drop(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("Failed to load", "<enum"))
+
+    for logger in loggers:
+        logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(drop)
+
+
+with _no_import_chatter():
+    from torchao.float8.float8_ops import addmm_float8_unwrapped
+    from torchao.float8.float8_utils import amax_to_scale
 
 # `torch._scaled_mm` reads the summed dimension in blocks of 16 bytes on every GPU.
 ALIGNMENT = 16
@@ -59,17 +83,6 @@ def pad_summed_dim(data: Tensor) -> Tensor:
     return F.pad(data.view(torch.uint8), (0, 0, 0, missing)).view(data.dtype)
 
 
-def _has_kernel(data: Tensor, emulate: bool) -> bool:
-    """Whether ``torch._scaled_mm`` may be asked for this data.
-
-    On a GPU, unless emulation was decided. The kernels of the CPU build know the OCP formats; some processors reject
-    fnuz there, so that one is always dequantised.
-    """
-    if data.device.type == "cpu":
-        return data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return not emulate
-
-
 def scaled_product(
     left: Quantized, right: Quantized, out_dtype: torch.dtype, *, fast_accum: bool, emulate: bool
 ) -> Tensor:
@@ -80,15 +93,16 @@ def scaled_product(
         right: ``(summed, columns)`` data; scale ``()`` or ``(1, columns)``.
         out_dtype: Of the result.
         fast_accum: See :class:`~lightning_fp8_rocm.float8.recipe.Product`.
-        emulate: On a GPU that does not multiply the format: dequantise both in fp32 and multiply those, as torchao's
-            ``emulate`` does. A CPU has an exact kernel of its own for the OCP formats, and dequantises fnuz.
+        emulate: Dequantise both in fp32 and multiply those, bit for bit as torchao's ``emulate`` does. A CPU emulates
+            too: the kernel behind ``torch._scaled_mm`` there is a loop over elements on some processors, and rejects
+            fnuz on some (docs/recipes.md).
 
     Returns:
         ``(rows, columns)`` in ``out_dtype``. With row scales and fp32 asked for, the value is rounded to bf16 on the
         way, as torchao does, since no GPU kernel writes fp32 there.
     """
     (a, a_scale), (b, b_scale) = left, right
-    if not _has_kernel(a, emulate):
+    if emulate:
         return (dequantize(a, a_scale) @ dequantize(b, b_scale)).to(out_dtype)
     # The kernels read the left operand by rows and the right one by columns, and scale both by row or neither.
     if a_scale.dim() != b_scale.dim():

@@ -192,7 +192,7 @@ class FP8Recipe:
         ):
             if getattr(config, field):
                 raise ValueError(
-                    f"Float8LinearConfig({field}=True) contradicts lightning_fp8_rocm: {ours}. Leave `{field}` at False."
+                    f"Float8LinearConfig({field}=True) contradicts lightning_fp8_rocm: {ours}. Leave `{field}` False."
                 )
         formats: set[FP8Format] = set()
 

@@ -1,0 +1,285 @@
+"""What our Precision does, written once for every flavour of Lightning. This module imports none of them, nor torchao.
+
+The concrete classes (``pytorch/precision.py``, ``fabric/precision.py``) add what differs: who runs the module, where.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_fp8_rocm import hardware
+from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName
+from lightning_fp8_rocm.hardware import FP8Format, Hardware
+
+if TYPE_CHECKING:
+    from lightning_fp8_rocm.float8.convert import ConversionReport
+
+log = logging.getLogger("lightning_fp8_rocm")
+if log.level == logging.NOTSET:
+    log.setLevel(logging.INFO)  # the conversion table shows unless the user turns this logger down
+
+OnUnsupported = Literal["error", "bf16", "emulate"]
+WeightsDtype = Literal["float32", "bfloat16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _check(argument: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(
+            f"Expected argument `{argument}` of FP8Precision to be one of {choices}, but got {value!r}.{hint}"
+        )
+
+
+class FP8PrecisionMixin:
+    """FP8 matrix products for any module; everything else in bf16.
+
+    Constructing it asks no device and imports no torchao: a launcher may still fork, and set environment variables.
+
+    Args:
+        recipe: How the operands are scaled: ``"tensorwise"`` (one scale a tensor; what ``"auto"`` means),
+            ``"rowwise"`` (one a row), ``"rowwise_with_gw_hp"`` (as ``rowwise``, the weight's gradient in bf16), an
+            ``FP8Recipe``, or a torchao ``Float8LinearConfig``.
+        include: Patterns (``fnmatch``) of fully-qualified layer names to convert, on top of the safe defaults. A layer
+            whose full name stands here is converted also if it is the output head or small.
+        exclude: Patterns of layer names to leave in bf16.
+        skip_small: Leave out layers that are too small to gain speed. ``"auto"``: unless FP8 is emulated.
+        weights_dtype: Of the master weights, which the optimizer updates. ``"float32"`` keeps trainable weights in fp32
+            and runs the step under autocast; ``"bfloat16"`` casts the module, as ``bf16-true`` does.
+        compute_dtype: Of all that is not FP8; ``"bfloat16"`` is the only one.
+        fp8_format: ``"ocp"`` (MI350, RDNA4, NVIDIA) or ``"fnuz"`` (MI300). ``"auto"`` is what the hardware multiplies;
+            another one is emulated.
+        on_unsupported: What to do on a GPU without FP8: raise an ``"error"``, train in ``"bf16"``, or ``"emulate"``. A
+            CPU always emulates.
+    """
+
+    # A property of Lightning's Precision that loggers and `trainer.precision` show.
+    precision: Any = "fp8-rocm"
+
+    def __init__(
+        self,
+        recipe: RecipeName | Literal["auto"] | FP8Recipe | Any = "auto",
+        include: list[str] | None = None,
+        exclude: list[str] | None = None,
+        skip_small: Literal["auto"] | bool = "auto",
+        weights_dtype: WeightsDtype = "float32",
+        compute_dtype: Literal["bfloat16"] = "bfloat16",
+        fp8_format: Literal["auto"] | FP8Format = "auto",
+        on_unsupported: OnUnsupported = "error",
+    ) -> None:
+        if isinstance(recipe, str) or recipe is None:
+            _check("recipe", recipe, ("auto", *RECIPE_NAMES))
+        fp16 = " FP8 products need the range of bf16; fp16 would need loss scaling."
+        _check("weights_dtype", weights_dtype, get_args(WeightsDtype), fp16 if "16" in str(weights_dtype) else "")
+        _check("compute_dtype", compute_dtype, ("bfloat16",), fp16 if "16" in str(compute_dtype) else "")
+        _check("skip_small", skip_small, ("auto", True, False))
+        _check("fp8_format", fp8_format, ("auto", *get_args(FP8Format)))
+        _check("on_unsupported", on_unsupported, get_args(OnUnsupported))
+        self.recipe = recipe
+        self.include, self.exclude, self.skip_small = include, exclude, skip_small
+        self.weights_dtype, self.compute_dtype = weights_dtype, compute_dtype
+        self.fp8_format, self.on_unsupported = fp8_format, on_unsupported
+        self.report: ConversionReport | None = None
+        """What was converted and why the rest was not; None before setup, and where training fell back to bf16."""
+        self._undo: list[Callable[[], None]] = []
+        self._watch: _UncalledLayers | None = None
+        self._device_type = "cpu"
+
+    # ---- what a flavour says
+
+    def _devices_of(self, module: nn.Module) -> list[torch.device]:
+        """The devices of this host that the run uses, the one that will hold ``module`` first."""
+        raise NotImplementedError
+
+    # ---- hooks of Lightning's Precision, in the order of a run
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the linear layers of ``module`` in place; called by the strategy, before it moves the module."""
+        devices = self._devices_of(module)
+        self._device_type = devices[0].type
+        found = [hardware.of_device(device) for device in devices]
+        for caution in dict.fromkeys(each.caution for each in found if each.caution):
+            rank_zero_warn(caution)
+        fp8_format = self._format_on(found)
+        if fp8_format is not None:
+            self._convert_layers(module, fp8_format, devices[0], found[0])
+        self._cast_weights(module)  # last: bad arguments are refused before a weight is rounded
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast to bf16 around a step where the masters are fp32; nothing where the module itself is bf16."""
+        if self.weights_dtype == "bfloat16":
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=_DTYPES[self.compute_dtype])
+
+    def teardown(self) -> None:
+        """Give every layer the class that it had before: a second Trainer over the module runs what it says."""
+        if self._watch is not None:
+            self._watch.warn_if_any()
+        self._watch = None
+        while self._undo:
+            self._undo.pop()()
+
+    # ---- how
+
+    def _convert_layers(
+        self, module: nn.Module, fp8_format: FP8Format | Literal["auto"], device: torch.device, on: Hardware
+    ) -> None:
+        from lightning_fp8_rocm.float8.convert import convert, revert
+        from lightning_fp8_rocm.float8.linear import FP8Linear
+
+        own = [layer for layer in module.modules() if isinstance(layer, FP8Linear)]  # the user converted these himself
+        report = convert(
+            module,
+            self.recipe,
+            include=self.include,
+            exclude=self.exclude,
+            skip_small=self.skip_small,
+            fp8_format=fp8_format,
+            device=device,
+        )
+        self._undo.append(lambda: revert(module, keep=own))
+        if report.recipe.row_scaled:
+            self._undo.append(_emulate_precision_casts())
+        if report != self.report:
+            self.report = report
+            _show(report, on)
+        self._watch = _UncalledLayers(module, report)
+
+    def _format_on(self, found: list[Hardware]) -> FP8Format | Literal["auto"] | None:
+        """The format to ask of ``convert``; None to train in bf16 instead, as the user chose."""
+        native = hardware.shared_format(found)
+        if native is not None or found[0] == hardware.CPU:
+            return self.fp8_format
+        if self.on_unsupported == "error":
+            raise RuntimeError(found[0].no_fp8_reason())
+        if self.on_unsupported == "bf16":
+            rank_zero_warn(
+                f"{found[0].name} ({found[0].arch}) has no FP8 matrix products: this run is in bf16, as"
+                ' `on_unsupported="bf16"` says.'
+            )
+            return None
+        return "ocp" if self.fp8_format == "auto" else self.fp8_format
+
+    def _cast_weights(self, module: nn.Module) -> None:
+        if self.weights_dtype == "bfloat16":
+            module.to(torch.bfloat16)
+            handles = [
+                unit.register_forward_pre_hook(_cast_floats_to_bf16, with_kwargs=True) for unit in _units_below(module)
+            ]
+            self._undo.extend(handle.remove for handle in handles)
+            return
+        for parameter in module.parameters():
+            # Frozen ones are no masters: an upcast would double the memory of a LoRA base.
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.to(torch.float32)
+
+
+def _units_below(module: nn.Module) -> list[nn.Module]:
+    """The direct children that own parameters; of a list or dict of modules, which has no forward, its entries."""
+    units: list[nn.Module] = []
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        units.extend([child] if has_forward else _units_below(child))
+    return units
+
+
+def _cast_floats_to_bf16(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A bf16 module takes what the dataloader made; the batch itself stays as it was, targets and all."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16) if tensor.dtype in (torch.float32, torch.float16) else tensor
+
+    return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+
+
+def _emulate_precision_casts() -> Callable[[], None]:
+    """Let inductor round where eager does, which row scales need (docs/upstream.md); returns what undoes it."""
+    import torch._inductor.config as inductor
+
+    before = inductor.emulate_precision_casts
+    inductor.emulate_precision_casts = True
+
+    def undo() -> None:
+        inductor.emulate_precision_casts = before
+
+    return undo
+
+
+@rank_zero_only
+def _show(report: ConversionReport, on: Hardware) -> None:
+    if not log.isEnabledFor(logging.INFO):
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(report.table())
+    if report.recipe.emulate:
+        console.print(
+            f"FP8 is emulated on {on.name}: the numerics of {report.recipe.fp8_format} FP8, slower than bf16.",
+            highlight=False,
+        )
+
+
+class _UncalledLayers:
+    """Finds the layers that a report calls FP8 and that no step called: their weights are read past their forward.
+
+    In eager mode a layer notes its call. Compiled code does not; there, a weight that got a gradient was used.
+    """
+
+    def __init__(self, module: nn.Module, report: ConversionReport) -> None:
+        modules = dict(module.named_modules())
+        self._uncalled = {layer.name: modules[layer.name] for layer in report.converted}
+        self._has_compiled = any(_is_compiled(child) for child in modules.values())
+        self._steps = 0
+        for layer in self._uncalled.values():
+            layer.__dict__.pop("_fp8_called", None)
+
+    def note(self) -> None:
+        """Strike off the layers that were called."""
+        self._uncalled = {
+            name: layer
+            for name, layer in self._uncalled.items()
+            if not vars(layer).get("_fp8_called") and layer.weight.grad is None
+        }
+
+    def step_begins(self) -> None:
+        """At the second step, speak of the first."""
+        if self._steps == 1:
+            self.warn_if_any()
+        self._steps += 1
+
+    def warn_if_any(self) -> None:
+        """Warn once, if a step was made; then never again."""
+        if self._steps == 0:
+            return
+        self.note()
+        silent = [
+            name for name, layer in self._uncalled.items() if not self._has_compiled or layer.weight.requires_grad
+        ]
+        self._uncalled = {}
+        if silent:
+            rank_zero_warn(
+                f"The report calls {len(silent)} layer(s) FP8 that the first step did not call:"
+                f" {', '.join(repr(name) for name in silent)}. Either the step does not use them, or something reads"
+                " their weight past their forward (`F.linear(x, layer.weight)`), and that product is not FP8. Name them"
+                " in `exclude` if that is meant."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(module, "_compiler_ctx")
+    )

@@ -1,0 +1,184 @@
+"""Teaches Lightning the name ``"fp8-rocm"``: the one place that touches Lightning's private parts.
+
+Lightning has a registry for strategies and none for precisions: its connectors compare the string with a ``Literal``.
+What we touch, in each flavour of Lightning, and why:
+
+===================================================================== ================================================
+``_AcceleratorConnector._check_config_and_set_final_flags`` (Trainer) Runs before every check of ``precision``: here the
+``_Connector._check_config_and_set_final_flags`` (Fabric)             string becomes the documented ``plugins=[...]``.
+``Trainer.__init__.__annotations__["precision"]``                     What jsonargparse checks in LightningCLI, and what
+``Fabric.__init__.__annotations__["precision"]``                      ``--help`` lists.
+``fabric.plugins.precision.precision._PRECISION_INPUT_STR``           What ``fabric run --precision`` offers.
+===================================================================== ================================================
+
+Where one of them is missing or has another shape, :class:`UnsupportedLightningError` says which versions are supported.
+Nothing of Lightning is imported: a flavour that is there already is taught at once, another when it is imported.
+The ledger entry with the test that says when to delete this: ``docs/upstream.md``.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+PRECISION = "fp8-rocm"
+_MARK = "_lightning_fp8_rocm"
+
+
+class UnsupportedLightningError(ImportError):
+    """The installed Lightning is not one that this package knows."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry point of Lightning: Trainer or Fabric."""
+
+    trigger: str  # the module whose import completes it, and which holds `owner`
+    owner: str
+    connector: tuple[str, str]
+    literal: tuple[str, str]
+    plugin: str  # our module with the class FP8Precision
+    distribution: str
+
+
+_ENTRIES = (
+    _Entry(
+        trigger="lightning.pytorch.trainer.trainer",
+        owner="Trainer",
+        connector=("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+        literal=("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+        plugin="lightning_fp8_rocm.pytorch.precision",
+        distribution="lightning",
+    ),
+    _Entry(
+        trigger="lightning.fabric.fabric",
+        owner="Fabric",
+        connector=("lightning.fabric.connector", "_Connector"),
+        literal=("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+        plugin="lightning_fp8_rocm.fabric.precision",
+        distribution="lightning",
+    ),
+)
+
+
+def register() -> None:
+    """Teach every flavour of Lightning that is imported now, and every other one when it will be. Idempotent."""
+    for entry in _ENTRIES:
+        if entry.trigger in sys.modules:
+            _teach(entry)
+    if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def _teach(entry: _Entry) -> None:
+    try:
+        _route_precision(getattr(import_module(entry.connector[0]), entry.connector[1]), entry.plugin)
+        _accept_in_annotation(getattr(import_module(entry.trigger), entry.owner))
+        _accept_in_literal(import_module(entry.literal[0]), entry.literal[1])
+    except (AttributeError, KeyError, ImportError) as missing:
+        raise UnsupportedLightningError(
+            f"lightning_fp8_rocm cannot teach {entry.distribution} {_version_of(entry.distribution)} the precision"
+            f" {PRECISION!r}: {missing}. Supported: {_supported(entry.distribution)}. Install one of those, or remove"
+            " `import lightning_fp8_rocm`."
+        ) from missing
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "(unknown version)"
+
+
+def _supported(distribution: str) -> str:
+    """The range in our own metadata.
+
+    >>> _supported("lightning").startswith("lightning")
+    True
+    """
+    try:
+        ours = requires("lightning-fp8-rocm") or []
+    except PackageNotFoundError:
+        ours = []
+    return next((line for line in ours if line.startswith(distribution) and "extra" not in line), distribution)
+
+
+def _route_precision(connector: type, plugin: str) -> None:
+    """Make ``precision="fp8-rocm"`` mean ``plugins=[FP8Precision()]`` for one connector class."""
+    original: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
+    if hasattr(original, _MARK):
+        return
+    signature = inspect.signature(original)
+    for parameter in ("precision", "plugins"):
+        if parameter not in signature.parameters:
+            raise AttributeError(f"{connector.__name__}._check_config_and_set_final_flags takes no `{parameter}`")
+
+    @wraps(original)
+    def routed(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("precision") == PRECISION:
+            given = bound.arguments.get("plugins")
+            plugins = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+            ours = import_module(plugin).FP8Precision
+            for other in plugins:
+                if isinstance(other, ours.__mro__[2]):  # the flavour's own Precision
+                    raise ValueError(
+                        f"Received both `precision={PRECISION!r}` and a precision plugin,"
+                        f" `plugins=[{type(other).__name__}(...)]`. Choose one: drop the plugin, or drop `precision`"
+                        " and pass `plugins=[FP8Precision(...)]` to set the arguments of FP8."
+                    )
+            bound.arguments.update(precision=None, plugins=[*plugins, ours()])
+        original(*bound.args, **bound.kwargs)
+
+    setattr(routed, _MARK, True)
+    connector._check_config_and_set_final_flags = routed  # type: ignore[attr-defined]
+
+
+def _accept_in_annotation(owner: type) -> None:
+    """Widen the ``precision`` annotation on every layer of ``__init__``, which Lightning wraps."""
+    init: Any = owner.__init__  # type: ignore[misc]
+    while init is not None:
+        annotation = init.__annotations__["precision"]
+        if PRECISION not in str(annotation):
+            init.__annotations__["precision"] = annotation | Literal["fp8-rocm"]
+        init = getattr(init, "__wrapped__", None)
+
+
+def _accept_in_literal(module: ModuleType, name: str) -> None:
+    values = get_args(getattr(module, name))
+    if PRECISION not in values:
+        setattr(module, name, Literal[(*values, PRECISION)])
+
+
+class _WhenImported(MetaPathFinder):
+    """Teaches a flavour right after its last module has run, without importing it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        entry = next((entry for entry in _ENTRIES if entry.trigger == fullname), None)
+        if entry is None:
+            return None
+        sys.meta_path.remove(self)  # ask the others
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_teach(module: ModuleType) -> None:
+            run(module)
+            _teach(entry)
+
+        spec.loader.exec_module = run_and_teach  # type: ignore[method-assign]
+        return spec
