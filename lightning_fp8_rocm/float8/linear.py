@@ -86,7 +86,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _once_only(grad: Tensor | None, sources: list[Tensor]) -> Tensor | None:
-    return None if grad is None else _NoSecondDerivative.apply(grad, *sources)  # type: ignore[no-untyped-call,no-any-return]
+    return None if grad is None else _NoSecondDerivative.apply(grad, *sources)  # type: ignore[no-untyped-call]
 
 
 class _FP8Matmul(torch.autograd.Function):
