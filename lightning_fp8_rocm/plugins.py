@@ -234,29 +234,30 @@ def _show(report: ConversionReport, on: Hardware) -> None:
 class _UncalledLayers:
     """Finds the layers that a report calls FP8 and that no step called: their weights are read past their forward.
 
-    In eager mode a layer notes its call. Compiled code does not; there, a weight that got a gradient was used.
+    In eager mode a layer notes its call. Compiled code does not; there, a weight that got a gradient was used, and of a
+    frozen one nothing is known.
     """
 
     def __init__(self, module: nn.Module, report: ConversionReport) -> None:
         modules = dict(module.named_modules())
         self._uncalled = {layer.name: modules[layer.name] for layer in report.converted}
-        self._has_compiled = any(_is_compiled(child) for child in modules.values())
         self._steps = 0
         for layer in self._uncalled.values():
             layer.__dict__.pop("_fp8_called", None)
 
     def note(self) -> None:
         """Strike off the layers that were called."""
-        self._uncalled = {
-            name: layer
-            for name, layer in self._uncalled.items()
-            if not vars(layer).get("_fp8_called") and layer.weight.grad is None
-        }
+        self._uncalled = {name: layer for name, layer in self._uncalled.items() if not self._was_called(layer)}
 
-    def step_begins(self) -> None:
-        """At the second step, speak of the first."""
-        if self._steps == 1:
-            self.warn_if_any()
+    @staticmethod
+    def _was_called(layer: nn.Module) -> bool:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        in_compiled_code = layer.traced and (weight.grad is not None or not weight.requires_grad)
+        return bool(vars(layer).get("_fp8_called") or in_compiled_code)
+
+    def step_ended(self) -> None:
+        """Count a step that came through."""
         self._steps += 1
 
     def warn_if_any(self) -> None:
@@ -264,22 +265,10 @@ class _UncalledLayers:
         if self._steps == 0:
             return
         self.note()
-        silent = [
-            name for name, layer in self._uncalled.items() if not self._has_compiled or layer.weight.requires_grad
-        ]
-        self._uncalled = {}
-        if silent:
+        names, self._uncalled = ", ".join(repr(name) for name in self._uncalled), {}
+        if names:
             rank_zero_warn(
-                f"The report calls {len(silent)} layer(s) FP8 that the first step did not call:"
-                f" {', '.join(repr(name) for name in silent)}. Either the step does not use them, or something reads"
-                " their weight past their forward (`F.linear(x, layer.weight)`), and that product is not FP8. Name them"
-                " in `exclude` if that is meant."
+                f"The report calls FP8 what the first step did not call: {names}. Either the step does not use these"
+                " layers, or something reads their weight past their forward (`F.linear(x, layer.weight)`), and that"
+                " product is not FP8. Name them in `exclude` if that is meant."
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        module._compiled_call_impl is not None
-        or type(module).__name__ == "OptimizedModule"
-        or hasattr(module, "_compiler_ctx")
-    )

@@ -31,6 +31,7 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         if self._watch is not None:
+            self._watch.warn_if_any()  # at the second step, of the first
             self._watch.note()
-            self._watch.step_begins()
+            self._watch.step_ended()
         return result

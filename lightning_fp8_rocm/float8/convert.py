@@ -5,7 +5,6 @@ Choosing is apart from changing: :func:`survey` reads, :func:`convert` changes c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,6 +43,7 @@ class LayerReport:
         out_features: N.
         in_features: K.
         reason: Why it is not FP8; None if it is.
+        pattern: The name with each index into a list of modules replaced by ``*``.
     """
 
     name: str
@@ -51,6 +51,7 @@ class LayerReport:
     out_features: int
     in_features: int
     reason: str | None = None
+    pattern: str = ""
 
     @property
     def is_fp8(self) -> bool:
@@ -106,8 +107,7 @@ class ConversionReport:
             " weights' multiply-adds run in FP8 (each layer counted once a token; attention products not counted)."
         )
         if self.uncounted:
-            shown = ", ".join(_collapse(name) for name in list(dict.fromkeys(self.uncounted))[:3])
-            more = ", ..." if len(self.uncounted) > 3 else ""
+            shown, more = ", ".join(self.uncounted[:3]), ", ..." if len(self.uncounted) > 3 else ""
             text += f" Not counted either: {len(self.uncounted)} modules without a plain matrix ({shown}{more})."
         return text
 
@@ -132,21 +132,11 @@ class ConversionReport:
         return f"{self.title()}\n{self.caption()}"
 
 
-def _collapse(name: str) -> str:
-    """The name with every index that is a whole part replaced.
-
-    >>> _collapse("encoder.layer.11.output.dense")
-    'encoder.layer.*.output.dense'
-    """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-
-
 def _grouped(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     groups: dict[tuple[str, int, int, str | None], list[LayerReport]] = {}
     for layer in layers:
-        groups.setdefault((_collapse(layer.name), layer.out_features, layer.in_features, layer.reason), []).append(
-            layer
-        )
+        key = (layer.pattern or layer.name, layer.out_features, layer.in_features, layer.reason)
+        groups.setdefault(key, []).append(layer)
     return [(key[0] if len(group) > 1 else group[0].name or "(root)", group) for key, group in groups.items()]
 
 
@@ -268,6 +258,19 @@ def _why_never(layer: nn.Linear) -> str | None:
     return None
 
 
+def _pattern(module: nn.Module, name: str) -> str:
+    """The name with every index into a list of blocks replaced.
+
+    >>> _pattern(nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(16, 16))])}), "layers.0.0")
+    'layers.*.0'
+    """
+    parts = []
+    for part in name.split("."):
+        parts.append("*" if isinstance(module, nn.ModuleList) or _is_block_list(module) else part)
+        module = module.get_submodule(part)
+    return ".".join(parts)
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -330,7 +333,8 @@ def survey(
     layers = []
     for name, child, shape in weighted:
         kind = "Linear" if type(child) is FP8Linear else type(child).__name__
-        layers.append(LayerReport(name, kind, *shape, reason=why_not(name, child, shape)))
+        pattern = _pattern(module, name) if name else ""
+        layers.append(LayerReport(name, kind, *shape, reason=why_not(name, child, shape), pattern=pattern))
     uncounted = tuple(name for name, child in module.named_modules() if _holds_uncounted_weights(child))
     return ConversionReport(recipe, tuple(layers), uncounted)
 

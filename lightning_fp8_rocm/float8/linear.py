@@ -1,6 +1,6 @@
 """A linear layer whose three products run in FP8. Letters: see ``recipe``."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,12 @@ class _FP8Matmul(torch.autograd.Function):
         return grad_input, grad_weight, None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_trace() -> None:
+    """Runs when a layer is traced, and leaves nothing in the graph."""
+    FP8Linear.traced = True
+
+
 class FP8Linear(nn.Linear):
     """An ``nn.Linear`` whose products run in FP8.
 
@@ -147,10 +153,14 @@ class FP8Linear(nn.Linear):
     """
 
     fp8_recipe: FP8Recipe
+    traced: ClassVar[bool] = False
+    """Whether any FP8 layer of this process was traced by a compiler: compiled code notes no calls."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _note_trace()
+        else:
             self.__dict__["_fp8_called"] = True  # past nn.Module.__setattr__, which costs microseconds
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):

@@ -39,9 +39,11 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         if self._watch is not None:
-            self._watch.step_begins()
+            self._watch.warn_if_any()  # at the second step, of the first
         with self.forward_context():
             yield
+        if self._watch is not None:
+            self._watch.step_ended()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

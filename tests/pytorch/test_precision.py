@@ -1,0 +1,507 @@
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from models import Blocks, batches, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fp8_rocm import FP8Linear, FP8Precision, hardware
+
+FP8_LAYERS = ["blocks.0.1", "blocks.0.3", "blocks.1.1", "blocks.1.3"]
+
+
+def fp8_layers(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if isinstance(child, FP8Linear)]
+
+
+class Spy(L.Callback):
+    """What the layers are while a stage runs."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.seen = fp8_layers(module)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+@pytest.mark.parametrize("recipe", ["auto", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_every_stage_runs_in_fp8_on_the_batch_as_it_came_and_gives_the_module_back(
+    recipe: str, weights_dtype: str
+) -> None:
+    plugin = FP8Precision(recipe, weights_dtype=weights_dtype)
+    module, data, run = Blocks(), batches(), trainer(plugin, max_epochs=2)
+    before = copy.deepcopy(module.state_dict())
+    run.validate(module, data, verbose=False)
+    assert fp8_layers(module) == []
+    run.fit(module, data, data)
+    run.test(module, data, verbose=False)
+    outputs = run.predict(module, data)
+    assert module.kinds == {name: {"FP8Linear"} for name in ("train", "val", "test")}
+    assert module.step_kind == "FP8Linear"
+    assert all(output.isfinite().all() for output in outputs)
+    assert fp8_layers(module) == []
+    assert {type(child) for child in module.modules()} == {
+        Blocks,
+        nn.ModuleList,
+        nn.Sequential,
+        nn.LayerNorm,
+        nn.Linear,
+        nn.GELU,
+    }
+    assert all(p.dtype == getattr(torch, weights_dtype) for p in module.parameters())
+    assert all(not torch.equal(before[name], value.float()) for name, value in module.state_dict().items())
+    assert [layer.name for layer in plugin.report.converted] == FP8_LAYERS
+
+
+def test_training_in_fp8_lowers_the_loss_as_bf16_does() -> None:
+    losses = {}
+    for precision in ("fp8-rocm", "bf16-mixed"):
+        L.seed_everything(0, verbose=False)
+        run, module = trainer(precision, max_epochs=20), Blocks()
+        run.fit(module, batches())
+        losses[precision] = run.callback_metrics["train_loss"].item()
+    assert losses["fp8-rocm"] == pytest.approx(losses["bf16-mixed"], abs=0.1)
+    assert losses["fp8-rocm"] < 1.0  # from log(5) = 1.6
+
+
+def test_a_second_trainer_over_the_same_module_runs_what_it_says() -> None:
+    module, data = Blocks(), batches()
+    trainer().fit(module, data)
+    module.kinds.clear()
+    trainer("bf16-mixed").fit(module, data)
+    assert module.kinds["train"] == {"Linear"}
+    module.kinds.clear()
+    trainer(FP8Precision("rowwise")).fit(module, data)
+    assert module.kinds["train"] == {"FP8Linear"}
+
+
+def test_one_trainer_fits_twice() -> None:
+    module, data, run = Blocks(), batches(), trainer(max_epochs=1)
+    run.fit(module, data)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, data)
+    assert run.current_epoch == 2
+    assert fp8_layers(module) == []
+
+
+def test_an_exception_in_a_step_leaves_no_layer_converted() -> None:
+    class Breaks(Blocks):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            raise RuntimeError("broken step")
+
+    module = Breaks()
+    with pytest.raises(RuntimeError, match="broken step"):
+        trainer().fit(module, batches())
+    assert fp8_layers(module) == []
+
+
+def test_layers_that_the_user_converted_himself_stay_his() -> None:
+    from lightning_fp8_rocm import convert
+
+    module = Blocks()
+    convert(module, "tensorwise", include=["blocks.0.1"])
+    trainer(FP8Precision("tensorwise")).fit(module, batches())
+    assert fp8_layers(module) == ["blocks.0.1"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"fast_dev_run": True},
+        {
+            "barebones": True,
+            "logger": None,
+            "enable_checkpointing": None,
+            "enable_progress_bar": None,
+            "enable_model_summary": None,
+        },
+        {"detect_anomaly": True},
+        {"deterministic": True},
+        {"overfit_batches": 1},
+        {"limit_train_batches": 2, "limit_val_batches": 1},
+        {"limit_train_batches": 0.5},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        {"max_steps": 3, "max_epochs": -1},
+        {"num_sanity_val_steps": 1, "check_val_every_n_epoch": 1},
+        {"inference_mode": False},
+        {"enable_model_summary": True},
+    ],
+    ids=lambda flags: next(iter(flags)) + ("_value" if "gradient_clip_algorithm" in flags else ""),
+)
+def test_trainer_flags(flags: dict[str, Any]) -> None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    module, spy = Blocks(), Spy()
+    before = copy.deepcopy(module.state_dict())
+    if not flags.get("barebones"):
+        flags = {**flags, "callbacks": [spy]}
+    try:
+        trainer(**flags).fit(module, batches(size=5), batches(size=5))  # 32 examples: a last batch of 2
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert module.kinds["train"] == {"FP8Linear"}
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert all(not torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("size", [1, 5, 15, 17, 31])
+def test_any_batch_size_trains_also_with_a_last_batch_of_one(size: int) -> None:
+    module = Blocks()
+    trainer().fit(module, batches(size=size, count=size + 1 if size > 1 else 3))
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
+def test_gradients_are_clipped_to_the_norm_that_was_asked_for() -> None:
+    norms = []
+
+    class Norm(Blocks):
+        def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            if grads:
+                norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    trainer(gradient_clip_val=1e-3).fit(Norm(), batches())
+    assert norms
+    assert max(norms) <= 1e-3 * (1 + 1e-4)
+
+
+def test_manual_optimization_with_two_optimizers_changes_every_parameter() -> None:
+    class Two(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            for optimizer in self.optimizers():
+                loss = self.step("train", batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.blocks.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+    module = Two()
+    before = copy.deepcopy(module.state_dict())
+    trainer(max_steps=2, max_epochs=-1).fit(module, batches())
+    assert all(not torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_frozen_layers_stay_as_they_are_and_the_rest_trains() -> None:
+    module = Blocks()
+    module.blocks[0].requires_grad_(False)
+    before = copy.deepcopy(module.state_dict())
+    plugin = FP8Precision()
+    trainer(plugin).fit(module, batches())
+    assert [layer.name for layer in plugin.report.converted] == FP8_LAYERS
+    for name, value in module.state_dict().items():
+        assert torch.equal(before[name], value) == name.startswith("blocks.0."), name
+
+
+def test_fp32_masters_lift_trainable_bf16_weights_and_leave_frozen_ones() -> None:
+    module = Blocks().to(torch.bfloat16)
+    for layer in (module.blocks[0][1], module.blocks[0][3]):
+        layer.requires_grad_(False)
+    trainer(FP8Precision(weights_dtype="float32")).fit(module, batches())
+    assert module.blocks[0][1].weight.dtype == torch.bfloat16
+    assert module.blocks[1][1].weight.dtype == torch.float32
+    assert module.head.weight.dtype == torch.float32
+
+
+def test_compiled_submodules_train_in_fp8_without_graph_breaks(recwarn: Any) -> None:
+    module, data = Blocks(), batches()
+    for block in module.blocks:
+        block.compile(fullgraph=True)
+    run = trainer("fp8-rocm", max_epochs=4)
+    run.fit(module, data, data)
+    assert not [w for w in recwarn if "did not call" in str(w.message)]
+    eager = Blocks()
+    reference = trainer("fp8-rocm", max_epochs=4)
+    reference.fit(eager, data, data)
+    assert run.callback_metrics["train_loss"].item() == pytest.approx(
+        reference.callback_metrics["train_loss"].item(), abs=0.05
+    )
+
+
+def test_row_scales_ask_inductor_for_the_casts_of_eager_only_while_they_train() -> None:
+    import torch._inductor.config as inductor
+
+    class Asks(Blocks):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            self.during = inductor.emulate_precision_casts
+            return super().training_step(batch, index)
+
+    before = inductor.emulate_precision_casts
+    for recipe, expected in (("tensorwise", before), ("rowwise", True)):
+        module = Asks()
+        trainer(FP8Precision(recipe), fast_dev_run=True).fit(module, batches())
+        assert module.during is expected
+        assert inductor.emulate_precision_casts is before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is on disk
+
+READ_WITHOUT_US = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("lightning_fp8_rocm", "torchao"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import torch
+from models import Blocks
+
+checkpoint = torch.load(sys.argv[1], weights_only=True)
+module = Blocks()
+module.load_state_dict(checkpoint["state_dict"])
+assert type(module.blocks[0][1]) is torch.nn.Linear
+assert not any("fp8" in str(key).lower() or "FP8" in str(value) for key, value in checkpoint.items())
+print(float(module.head.weight.detach().double().sum()))
+"""
+
+
+def test_a_checkpoint_is_plain_and_read_where_neither_we_nor_torchao_are(tmp_path: Any) -> None:
+    module, run = Blocks(), trainer(max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(module, batches())
+    path = run.checkpoint_callback.best_model_path
+    script = tmp_path / "read.py"
+    script.write_text(READ_WITHOUT_US)
+    done = subprocess.run(
+        [sys.executable, str(script), path],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(__import__("pathlib").Path(__file__).parent), "PATH": "/usr/bin"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == module.head.weight.detach().double().sum().item()
+
+
+def test_training_resumes_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Any) -> None:
+    def fit(epochs: int, resume: str | None) -> Blocks:
+        L.seed_everything(3, verbose=False)
+        module = Blocks()
+        run = trainer(FP8Precision("rowwise"), max_epochs=epochs)
+        run.fit(module, batches(), ckpt_path=resume)
+        run.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module
+
+    fit(1, None)
+    resumed, whole = fit(2, str(tmp_path / "1.ckpt")), fit(2, None)
+    for (name, one), other in zip(resumed.state_dict().items(), whole.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Any) -> None:
+    path = None
+    for epochs, precision in enumerate(["bf16-mixed", "fp8-rocm", "bf16-mixed"], start=1):
+        module, run = Blocks(), trainer(precision, max_epochs=epochs)
+        run.fit(module, batches(), ckpt_path=path)
+        assert run.current_epoch == epochs
+        path = str(tmp_path / f"{epochs}.ckpt")
+        run.save_checkpoint(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a person is told
+
+
+def test_the_table_is_printed_once_a_trainer_and_says_that_the_cpu_emulates(capsys: Any) -> None:
+    module, data, run = Blocks(), batches(), trainer()
+    run.validate(module, data, verbose=False)
+    run.fit(module, data)
+    run.test(module, data, verbose=False)
+    text = capsys.readouterr().out
+    assert text.count("FP8 conversion: recipe tensorwise, format ocp, emulated") == 1
+    assert "blocks.*.1" in text
+    assert "output head" in text
+    assert "attention products not counted" in text.replace("\n", " ")
+    assert text.count("FP8 is emulated on CPU") == 1
+
+
+def test_turning_the_logger_down_silences_the_table(capsys: Any, caplog: Any) -> None:
+    caplog.set_level("WARNING", logger="lightning_fp8_rocm")
+    trainer(fast_dev_run=True).fit(Blocks(), batches())
+    assert "FP8 conversion" not in capsys.readouterr().out
+
+
+class ReadsPast(Blocks):
+    """Reads one weight past its layer's forward, and leaves another out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0]
+        x = first[3](first[2](F.linear(first[0](x), first[1].weight.to(x.dtype))))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("flags", [{"max_epochs": 1}, {"fast_dev_run": True}], ids=["epoch", "one step"])
+def test_a_layer_that_the_first_step_does_not_call_is_named(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FP8Linear, "traced", False)  # whatever another test compiled in this process
+    with pytest.warns(UserWarning, match="what the first step did not call") as caught:
+        trainer(**flags).fit(ReadsPast(), batches())
+    messages = [str(w.message) for w in caught if "did not call" in str(w.message)]
+    assert len(messages) == 1
+    assert "'blocks.0.1', 'blocks.1.1', 'blocks.1.3'." in messages[0]  # the first has a gradient, and is not FP8
+
+
+def test_a_module_whose_layers_are_all_called_is_not_warned_of(recwarn: Any) -> None:
+    trainer(accumulate_grad_batches=2).fit(Blocks(), batches())
+    assert not [w for w in recwarn if "did not call" in str(w.message)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hardware that is not here
+
+NO_FP8 = hardware.Hardware("AMD Instinct MI250X", "gfx90a", fp8_format=None, source="test")
+RDNA4 = hardware.Hardware("RX 9070", "gfx1201", fp8_format="ocp", source="test", caution="RDNA4 promises nothing.")
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the CPU pass for a GPU of the given row."""
+
+    def pretend(*rows: hardware.Hardware) -> None:
+        cycle = iter(rows * 100)
+        monkeypatch.setattr(hardware, "of_device", lambda device: rows[0] if len(rows) == 1 else next(cycle))
+
+    return pretend
+
+
+def test_a_pretended_gpu_without_fp8_is_an_error_that_says_what_to_do(pretended_gpu: Any) -> None:
+    pretended_gpu(NO_FP8)
+    module = Blocks()
+    with pytest.raises(RuntimeError, match=r"gfx90a.*gfx942.*on_unsupported=\"bf16\".*on_unsupported=\"emulate\""):
+        trainer().fit(module, batches())
+    assert fp8_layers(module) == []
+
+
+def test_a_pretended_gpu_without_fp8_trains_in_bf16_when_told_to(pretended_gpu: Any) -> None:
+    pretended_gpu(NO_FP8)
+    module, plugin = Blocks(), FP8Precision(on_unsupported="bf16")
+    with pytest.warns(UserWarning, match="gfx90a.*this run is in bf16"):
+        trainer(plugin, fast_dev_run=True).fit(module, batches())
+    assert module.kinds["train"] == {"Linear"}
+    assert plugin.report is None
+
+
+def test_a_pretended_gpu_without_fp8_emulates_when_told_to(pretended_gpu: Any) -> None:
+    pretended_gpu(NO_FP8)
+    module, plugin = Blocks(), FP8Precision(on_unsupported="emulate")
+    trainer(plugin, fast_dev_run=True).fit(module, batches())
+    assert module.kinds["train"] == {"FP8Linear"}
+    assert plugin.report.recipe.emulate
+
+
+def test_pretended_rdna4_trains_with_a_warning(pretended_gpu: Any) -> None:
+    pretended_gpu(RDNA4)
+    with pytest.warns(UserWarning, match="RDNA4 promises nothing"):
+        trainer(FP8Precision(fp8_format="ocp", skip_small=False), fast_dev_run=True).fit(Blocks(), batches())
+
+
+def test_small_layers_are_left_out_on_a_pretended_gpu_and_that_is_an_error_if_none_remains(pretended_gpu: Any) -> None:
+    pretended_gpu(replace(RDNA4, caution=None))
+    with pytest.raises(ValueError, match=r"too small to gain \(`skip_small`\)"):
+        trainer().fit(Blocks(), batches())
+
+
+@pytest.mark.parametrize(
+    ("given", "native", "emulated"), [("auto", "ocp", False), ("fnuz", "ocp", True), ("auto", "fnuz", False)]
+)
+def test_the_format_is_that_of_the_pretended_hardware_and_another_one_is_emulated(
+    pretended_gpu: Any, given: str, native: Any, emulated: bool
+) -> None:
+    pretended_gpu(hardware.Hardware("GPU", "gfx000", fp8_format=native, source="test"))
+    from lightning_fp8_rocm import convert
+
+    report = convert(Blocks(), fp8_format=given, skip_small=False, device=torch.device("cpu"))
+    assert report.recipe.fp8_format == (native if given == "auto" else given)
+    assert report.recipe.emulate is emulated
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"recipe": "rowise"}, "`recipe`.*'tensorwise', 'rowwise', 'rowwise_with_gw_hp', but got 'rowise'"),
+        ({"recipe": None}, "`recipe`.*but got None"),
+        ({"fp8_format": "e4m3"}, "`fp8_format`.*'auto', 'ocp', 'fnuz', but got 'e4m3'"),
+        ({"weights_dtype": "float16"}, "`weights_dtype`.*'float32', 'bfloat16', but got 'float16'.*loss scaling"),
+        ({"weights_dtype": torch.bfloat16}, "`weights_dtype`.*but got torch.bfloat16"),
+        ({"compute_dtype": "float16"}, "`compute_dtype`.*but got 'float16'.*loss scaling"),
+        ({"skip_small": "yes"}, "`skip_small`.*'auto', True, False, but got 'yes'"),
+        ({"skip_small": 1}, "`skip_small`.*but got 1"),
+        ({"on_unsupported": "warn"}, "`on_unsupported`.*'error', 'bf16', 'emulate', but got 'warn'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_argument_is_refused_when_it_is_given(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        FP8Precision(**arguments)
+
+
+def _contradicting_config() -> Any:
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig(pad_inner_dim=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (
+            lambda: FP8Precision(exclude=["decoder.*"]),
+            ValueError,
+            r"'decoder.\*' in `exclude` matches none.*'blocks.0.1'",
+        ),
+        (lambda: FP8Precision(include=["nothing"]), ValueError, "'nothing' in `include` matches none"),
+        (lambda: FP8Precision(_contradicting_config()), ValueError, "pad_inner_dim=True.*contradicts"),
+        (lambda: FP8Precision(object()), TypeError, "`recipe`.*'tensorwise'.*Float8LinearConfig"),
+        (lambda: FP8Precision(exclude=["blocks.*"]), ValueError, "No layer would run in FP8.*excluded by `exclude`"),
+    ],
+    ids=["exclude", "include", "torchao", "type", "nothing left"],
+)
+def test_what_only_setup_can_know_is_refused_before_a_weight_changes(make: Any, error: Any, says: str) -> None:
+    module = Blocks()
+    before = copy.deepcopy(module.state_dict())
+    plugin = make()
+    plugin.weights_dtype = "bfloat16"
+    with pytest.raises(error) as raised:
+        trainer(plugin).fit(module, batches())
+    assert __import__("re").search(says, str(raised.value), __import__("re").DOTALL), raised.value
+    assert fp8_layers(module) == []
+    for name, value in module.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(before[name], value)
+
+
+def test_a_strategy_that_would_convert_too_late_is_refused_by_name() -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Sharded(Blocks):
+        def configure_model(self) -> None:
+            pass
+
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
+    with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.*'auto' or 'ddp'"):
+        trainer(strategy=strategy).fit(Sharded(), batches())
+    torch.distributed.destroy_process_group()
