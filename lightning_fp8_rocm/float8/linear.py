@@ -31,40 +31,45 @@ def _multiply(left: Quantized, right: Quantized, product: Product, recipe: FP8Re
     return scaled_product(left, right, out_dtype, fast_accum=product.fast_accum, emulate=recipe.emulate)
 
 
-def _grads(
-    grad_output: Tensor, input: Tensor | None, weight: Tensor | None, recipe: FP8Recipe
-) -> tuple[Tensor | None, Tensor | None]:
-    """``grad_input`` (M, K) where ``weight`` is given, ``grad_weight`` (N, K) where ``input`` is given."""
-    dtype = grad_output.dtype
-    grad_input = grad_weight = None
-    cast_once: dict[Operand, Quantized] = {}
+class _GradOutput:
+    """``grad_output`` (M, N) as the left operand of two products: with one scale for the tensor it is cast once."""
 
-    def cast_grad_output(operand: Operand, row_dim: int) -> Quantized:
-        # One scale for the tensor serves both products; a row of the one is a column of the other.
+    def __init__(self, rows: Tensor, recipe: FP8Recipe) -> None:
+        self.rows = rows
+        self._recipe = recipe
+        self._cast_whole: dict[Operand, Quantized] = {}
+
+    def cast(self, operand: Operand, *, row_dim: int) -> Quantized:
         if operand.granularity == "row":
-            return _cast(grad_output, operand, recipe, row_dim=row_dim)
-        if operand not in cast_once:
-            cast_once[operand] = _cast(grad_output, operand, recipe, row_dim=row_dim)
-        return cast_once[operand]
+            return _cast(self.rows, operand, self._recipe, row_dim=row_dim)
+        if operand not in self._cast_whole:
+            self._cast_whole[operand] = _cast(self.rows, operand, self._recipe, row_dim=row_dim)
+        return self._cast_whole[operand]
 
-    if weight is not None:
-        if recipe.grad_input is None:
-            grad_input = grad_output @ weight.to(dtype)
-        else:
-            left = cast_grad_output(recipe.grad_input.left, row_dim=-1)
-            right = _cast(weight, recipe.grad_input.right, recipe, row_dim=0)
-            grad_input = _multiply(left, right, recipe.grad_input, recipe, dtype)
-    if input is not None:
-        if recipe.grad_weight is None:
-            grad_weight = grad_output.t() @ input.to(dtype)
-        else:
-            left_data, left_scale = cast_grad_output(recipe.grad_weight.left, row_dim=0)
-            right_data, right_scale = _cast(input, recipe.grad_weight.right, recipe, row_dim=0)
-            # Tokens are what this product sums over, and there may be any number of them.
-            left = _transposed((pad_summed_dim(left_data), left_scale))
-            right = (pad_summed_dim(right_data), right_scale)
-            grad_weight = _multiply(left, right, recipe.grad_weight, recipe, dtype)
-    return grad_input, grad_weight
+
+# Two functions, so that the operands of the first product are gone when the second needs its own.
+
+
+def _grad_input(grad_output: _GradOutput, weight: Tensor, recipe: FP8Recipe) -> Tensor:
+    """``grad_output (M, N) @ weight (N, K)``."""
+    dtype = grad_output.rows.dtype
+    if recipe.grad_input is None:
+        return grad_output.rows @ weight.to(dtype)
+    left = grad_output.cast(recipe.grad_input.left, row_dim=-1)
+    right = _cast(weight, recipe.grad_input.right, recipe, row_dim=0)
+    return _multiply(left, right, recipe.grad_input, recipe, dtype)
+
+
+def _grad_weight(grad_output: _GradOutput, input: Tensor, recipe: FP8Recipe) -> Tensor:
+    """``grad_output (M, N).T @ input (M, K)``."""
+    dtype = grad_output.rows.dtype
+    if recipe.grad_weight is None:
+        return grad_output.rows.t() @ input.to(dtype)
+    left_data, left_scale = grad_output.cast(recipe.grad_weight.left, row_dim=0)
+    right_data, right_scale = _cast(input, recipe.grad_weight.right, recipe, row_dim=0)
+    # Tokens are what this product sums over, and there may be any number of them.
+    left = _transposed((pad_summed_dim(left_data), left_scale))
+    return _multiply(left, (pad_summed_dim(right_data), right_scale), recipe.grad_weight, recipe, dtype)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -115,14 +120,17 @@ class _FP8Matmul(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = grad_weight = None
         with torch.no_grad():
             if grad_rows.shape[0] == 0:
                 grad_input = grad_output.new_zeros(ctx.input_shape) if weight is not None else None
                 grad_weight = grad_output.new_zeros(ctx.weight_shape) if input is not None else None
             else:
-                input_rows = input.reshape(-1, input.shape[-1]) if input is not None else None
-                grad_input, grad_weight = _grads(grad_rows, input_rows, weight, ctx.recipe)
-                grad_input = grad_input.reshape(ctx.input_shape) if grad_input is not None else None
+                shared = _GradOutput(grad_rows, ctx.recipe)
+                if weight is not None:
+                    grad_input = _grad_input(shared, weight, ctx.recipe).reshape(ctx.input_shape)
+                if input is not None:
+                    grad_weight = _grad_weight(shared, input.reshape(-1, input.shape[-1]), ctx.recipe)
         if torch.is_grad_enabled():
             sources = [t for t in (grad_output, input, weight) if t is not None]
             grad_input, grad_weight = (_once_only(grad, sources) for grad in (grad_input, grad_weight))

@@ -58,16 +58,19 @@ def quantize(tensor: Tensor, dtype: torch.dtype, *, row_dim: int | None, power_o
     Returns:
         The data, of ``tensor``'s shape, and the scale in fp32. An amax under 1e-12 (torchao's ``EPS``) counts as that.
     """
-    magnitude = tensor.detach().abs()
-    amax = magnitude.max() if row_dim is None else magnitude.amax(dim=row_dim, keepdim=True)
-    scale = amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_2)
-    # In fp32, whatever the input: bf16 times a 0-dimensional fp32 scale would be rounded to bf16 on the way.
-    return (tensor.to(torch.float32) * scale).to(dtype), scale
+    scale = amax_to_scale(_amax(tensor.detach(), row_dim), dtype, round_scales_to_power_of_2=power_of_2)
+    # In fp32 whatever the input: bf16 times an fp32 scale is bf16 where the scale has no dimension, fp32 where it has.
+    return (tensor * (scale if scale.dim() else scale.view(1))).to(dtype), scale
+
+
+def _amax(tensor: Tensor, row_dim: int | None) -> Tensor:
+    magnitude = tensor.abs()
+    return magnitude.max() if row_dim is None else magnitude.amax(dim=row_dim, keepdim=True)
 
 
 def dequantize(data: Tensor, scale: Tensor) -> Tensor:
     """The fp32 tensor that ``data`` stands for, of the same shape."""
-    return data.to(torch.float32) / scale
+    return data.to(torch.float32).div_(scale)
 
 
 def pad_summed_dim(data: Tensor) -> Tensor:
