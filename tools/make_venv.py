@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("venv", type=Path)
     parser.add_argument("--torch", default="torch", help="what to install where the interpreter has no torch")
     arguments = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036, an older interpreter may well run this
         sys.exit(
             f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Name another: make PYTHON=python3.11"
         )

@@ -251,6 +251,74 @@ def test_row_scales_ask_inductor_for_the_casts_of_eager_only_while_they_train() 
         assert inductor.emulate_precision_casts is before
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_gradients_of_without(use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    one, other = Blocks(), Checkpointed()
+    for module in (one, other):
+        trainer(FP8Precision("rowwise"), max_steps=3, max_epochs=-1).fit(module, batches())
+    for (name, value), same in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, same), name
+
+
+def test_the_learning_rate_finder_and_weight_averaging_work_as_in_bf16() -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.tuner import Tuner
+
+    class Tuned(Blocks):
+        lr = 1e-3
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    module, swa = Tuned(), StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+    run = trainer(max_epochs=3, callbacks=[swa])
+    assert Tuner(run).lr_find(module, batches(size=2), num_training=15, update_attr=False) is not None
+    run.fit(module, batches())
+    assert module.kinds["train"] == {"FP8Linear"}
+    assert fp8_layers(module) == []
+
+
+def test_a_gan_with_two_networks_trains_both_and_is_not_warned_of(recwarn: Any) -> None:
+    class GAN(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32))
+            self.critic = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+
+        def training_step(self, batch: list[Tensor], index: int) -> None:
+            generator, critic = self.optimizers()
+            fake = self.generator(torch.randn(len(batch[0]), 16))
+            for optimizer, loss in (
+                (critic, lambda: self.critic(fake.detach()).float().mean() - self.critic(batch[0]).float().mean()),
+                (generator, lambda: -self.critic(fake).float().mean()),
+            ):
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(loss())
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.Adam(self.generator.parameters()), torch.optim.Adam(self.critic.parameters())]
+
+    module = GAN()
+    before = copy.deepcopy(module.state_dict())
+    trainer().fit(module, batches())
+    changed = {name for name, value in module.state_dict().items() if not torch.equal(before[name], value)}
+    assert changed == set(before) - {"critic.2.bias"}  # its gradient is the same on both sides of the critic's loss
+    assert not [w for w in recwarn if "did not call" in str(w.message)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is on disk
 
