@@ -3,8 +3,6 @@
 The concrete classes (``pytorch/precision.py``, ``fabric/precision.py``) add what differs: who runs the module, where.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +18,7 @@ from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
 
 if TYPE_CHECKING:
-    from lightning_fp8_rocm.float8.convert import ConversionReport
+    from lightning_fp8_rocm.float8.convert import ConversionReport  # annotations of it are quoted: see recipe.py
 
 log = logging.getLogger("lightning_fp8_rocm")
 if log.level == logging.NOTSET:
@@ -75,8 +73,10 @@ class FP8PrecisionMixin:
         fp8_format: Literal["auto"] | FP8Format = "auto",
         on_unsupported: OnUnsupported = "error",
     ) -> None:
-        if isinstance(recipe, str) or recipe is None:
-            _check("recipe", recipe, ("auto", *RECIPE_NAMES))
+        # torchao's config is known by where its class comes from: importing torchao to ask is too early here.
+        if not isinstance(recipe, FP8Recipe) and not type(recipe).__module__.startswith("torchao."):
+            also = " An `FP8Recipe` or a torchao `Float8LinearConfig` is taken as well."
+            _check("recipe", recipe, ("auto", *RECIPE_NAMES), also)
         fp16 = " FP8 products need the range of bf16; fp16 would need loss scaling."
         _check("weights_dtype", weights_dtype, get_args(WeightsDtype), fp16 if "16" in str(weights_dtype) else "")
         _check("compute_dtype", compute_dtype, ("bfloat16",), fp16 if "16" in str(compute_dtype) else "")
@@ -204,7 +204,10 @@ def _cast_floats_to_bf16(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 def _emulate_precision_casts() -> Callable[[], None]:
-    """Let inductor round where eager does, which row scales need (docs/upstream.md); returns what undoes it."""
+    """Let inductor round where eager does, which row scales need (docs/upstream.md); returns what undoes it.
+
+    With one scale a tensor the difference is of the same kind and smaller, and the fusions of the default are kept.
+    """
     import torch._inductor.config as inductor
 
     before = inductor.emulate_precision_casts
@@ -217,7 +220,7 @@ def _emulate_precision_casts() -> Callable[[], None]:
 
 
 @rank_zero_only
-def _show(report: ConversionReport, on: Hardware) -> None:
+def _show(report: "ConversionReport", on: Hardware) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     from rich.console import Console
@@ -238,7 +241,7 @@ class _UncalledLayers:
     frozen one nothing is known.
     """
 
-    def __init__(self, module: nn.Module, report: ConversionReport) -> None:
+    def __init__(self, module: nn.Module, report: "ConversionReport") -> None:
         modules = dict(module.named_modules())
         self._uncalled = {layer.name: modules[layer.name] for layer in report.converted}
         self._steps = 0

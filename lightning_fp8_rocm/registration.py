@@ -9,6 +9,7 @@ What we touch, in each flavour of Lightning, and why:
 ``Trainer.__init__.__annotations__["precision"]``                     What jsonargparse checks in LightningCLI, and what
 ``Fabric.__init__.__annotations__["precision"]``                      ``--help`` lists.
 ``fabric.plugins.precision.precision._PRECISION_INPUT_STR``           What ``fabric run --precision`` offers.
+``fabric.connector._PRECISION_INPUT_STR``                             What the error for a mistyped name lists.
 ===================================================================== ================================================
 
 Where one of them is missing or has another shape, :class:`UnsupportedLightningError` says which versions are supported.
@@ -44,7 +45,7 @@ class _Entry:
     trigger: str  # the module whose import completes it, and which holds `owner`
     owner: str
     connector: tuple[str, str]
-    literal: tuple[str, str]
+    literals: tuple[tuple[str, str], ...]
     plugin: str  # our module with the class FP8Precision
     distribution: str
 
@@ -54,7 +55,10 @@ _ENTRIES = (
         trigger="lightning.pytorch.trainer.trainer",
         owner="Trainer",
         connector=("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
-        literal=("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+        literals=(
+            ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+            ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
+        ),
         plugin="lightning_fp8_rocm.pytorch.precision",
         distribution="lightning",
     ),
@@ -62,7 +66,10 @@ _ENTRIES = (
         trigger="lightning.fabric.fabric",
         owner="Fabric",
         connector=("lightning.fabric.connector", "_Connector"),
-        literal=("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+        literals=(
+            ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+            ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
+        ),
         plugin="lightning_fp8_rocm.fabric.precision",
         distribution="lightning",
     ),
@@ -82,7 +89,8 @@ def _teach(entry: _Entry) -> None:
     try:
         _route_precision(getattr(import_module(entry.connector[0]), entry.connector[1]), entry.plugin)
         _accept_in_annotation(getattr(import_module(entry.trigger), entry.owner))
-        _accept_in_literal(import_module(entry.literal[0]), entry.literal[1])
+        for module, name in entry.literals:
+            _accept_in_literal(import_module(module), name)
     except (AttributeError, KeyError, ImportError) as missing:
         raise UnsupportedLightningError(
             f"lightning_fp8_rocm cannot teach {entry.distribution} {_version_of(entry.distribution)} the precision"
@@ -154,6 +162,8 @@ def _accept_in_annotation(owner: type) -> None:
 
 def _accept_in_literal(module: ModuleType, name: str) -> None:
     values = get_args(getattr(module, name))
+    if not values:
+        raise AttributeError(f"{module.__name__}.{name} is no Literal")
     if PRECISION not in values:
         setattr(module, name, Literal[(*values, PRECISION)])
 

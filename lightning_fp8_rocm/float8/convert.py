@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SkipSmall = Literal["auto"] | bool
 
 _ENCODER_FAST_PATH: tuple[tuple[type[nn.Module], str, object], ...] = (
-    # The eval fast paths of these two read the weights of their layers past the layers' forward, in one fused kernel.
-    # Each asks a flag of the instance first, that nothing else reads.
+    # In eval the layer reads its children's weights past their forward, in one fused kernel, and the encoder makes a
+    # nested tensor of a padded batch, which no FP8 product takes. Each asks a flag first that nothing else reads.
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )

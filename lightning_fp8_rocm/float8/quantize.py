@@ -82,7 +82,7 @@ def pad_summed_dim(data: Tensor) -> Tensor:
     missing = -data.shape[0] % ALIGNMENT
     if missing == 0:
         return data
-    # Through bytes: torch pads no FP8 tensor.
+    # Through bytes, which every device and compiler can move.
     return F.pad(data.view(torch.uint8), (0, 0, 0, missing)).view(data.dtype)
 
 

@@ -13,10 +13,9 @@ product         of                             left operand (rows)  right operan
 
 A "row" is what one scale serves under row scaling: always a slice along the dimension over which the product sums.
 
-This module imports no torchao: constructing a recipe must not ask the GPU anything.
+This module imports no torchao: constructing a recipe must not ask the GPU anything. Annotations are evaluated here and
+in ``plugins``, but for the quoted ones: for postponed annotations jsonargparse would run the ``TYPE_CHECKING`` block.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -166,7 +165,7 @@ class FP8Recipe:
         return fp8_dtype(self.fp8_format, operand.element)
 
     @classmethod
-    def named(cls, name: RecipeName) -> FP8Recipe:
+    def named(cls, name: RecipeName) -> "FP8Recipe":
         """One of torchao's recipes by its name, in the format still to be resolved.
 
         Raises:
@@ -178,7 +177,7 @@ class FP8Recipe:
         return replace(cls.from_torchao(Float8LinearConfig.from_recipe_name(name)), name=name, fp8_format="auto")
 
     @classmethod
-    def from_torchao(cls, config: Float8LinearConfig) -> FP8Recipe:
+    def from_torchao(cls, config: "Float8LinearConfig") -> "FP8Recipe":
         """The recipe that gives bit for bit what torchao's ``Float8Linear`` gives under ``config``.
 
         Raises:
@@ -248,7 +247,7 @@ class FP8Recipe:
 
 
 def resolve_recipe(
-    recipe: RecipeName | Literal["auto"] | FP8Recipe | Float8LinearConfig,
+    recipe: "RecipeName | Literal['auto'] | FP8Recipe | Float8LinearConfig",
     fp8_format: FP8Format | Literal["auto"],
     native_format: FP8Format | None,
 ) -> FP8Recipe:
