@@ -1,5 +1,6 @@
 """A linear layer whose three products run in FP8. Letters: see ``recipe``."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,15 @@ def _transposed(quantized: Quantized) -> Quantized:
 
 def _multiply(left: Quantized, right: Quantized, product: Product, recipe: FP8Recipe, out_dtype: torch.dtype) -> Tensor:
     return scaled_product(left, right, out_dtype, fast_accum=product.fast_accum, emulate=recipe.emulate)
+
+
+def _output(rows: Tensor, weight: Tensor, recipe: FP8Recipe) -> Tensor:
+    """``rows (M, K) @ weight (N, K).T``."""
+    if recipe.output is None:
+        return rows @ weight.t().to(rows.dtype)
+    left = _cast(rows, recipe.output.left, recipe, row_dim=-1)
+    right = _transposed(_cast(weight, recipe.output.right, recipe, row_dim=-1))
+    return _multiply(left, right, recipe.output, recipe, rows.dtype)
 
 
 class _GradOutput:
@@ -94,6 +104,16 @@ def _once_only(grad: Tensor | None, sources: list[Tensor]) -> Tensor | None:
     return None if grad is None else _NoSecondDerivative.apply(grad, *sources)  # type: ignore[no-untyped-call]
 
 
+def _autocast_is_on(tensor: Tensor) -> bool:
+    device_type = tensor.device.type
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _as_written(tensor: Tensor) -> AbstractContextManager[object]:
+    """No autocast within: it would round the dequantised operands of an emulated product to bf16."""
+    return torch.autocast(tensor.device.type, enabled=False) if _autocast_is_on(tensor) else nullcontext()
+
+
 class _FP8Matmul(torch.autograd.Function):
     """``input (..., K) @ weight (N, K).T -> (..., N)``, by the recipe."""
 
@@ -107,12 +127,8 @@ class _FP8Matmul(torch.autograd.Function):
         rows = input.reshape(-1, input.shape[-1])
         if rows.shape[0] == 0:
             return input.new_zeros(*input.shape[:-1], weight.shape[0])
-        if recipe.output is None:
-            output = rows @ weight.t().to(input.dtype)
-        else:
-            left = _cast(rows, recipe.output.left, recipe, row_dim=-1)
-            right = _transposed(_cast(weight, recipe.output.right, recipe, row_dim=-1))
-            output = _multiply(left, right, recipe.output, recipe, input.dtype)
+        with _as_written(input):
+            output = _output(rows, weight, recipe)
         return output.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -121,7 +137,7 @@ class _FP8Matmul(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = grad_weight = None
-        with torch.no_grad():
+        with torch.no_grad(), _as_written(grad_output):
             if grad_rows.shape[0] == 0:
                 grad_input = grad_output.new_zeros(ctx.input_shape) if weight is not None else None
                 grad_weight = grad_output.new_zeros(ctx.weight_shape) if input is not None else None
@@ -170,14 +186,13 @@ class FP8Linear(nn.Linear):
             _note_trace()
         else:
             self.__dict__["_fp8_called"] = True  # past nn.Module.__setattr__, which costs microseconds
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
-            input = input.to(torch.get_autocast_dtype(device_type))
-        if input.dtype not in _INPUT_DTYPES:
+        if input.dtype not in _INPUT_DTYPES:  # also under autocast, which casts no others
             raise TypeError(
                 f"An FP8 layer got an input of {input.dtype}; it takes torch.bfloat16, torch.float16 or torch.float32."
                 ' Cast the input, or leave the layer out: FP8Precision(exclude=["<its name>"]).'
             )
+        if _autocast_is_on(input):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         output: Tensor = _FP8Matmul.apply(input, self.weight, self.fp8_recipe)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
 

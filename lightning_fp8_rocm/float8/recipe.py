@@ -198,6 +198,9 @@ class FP8Recipe:
         def operand(cast: Any) -> Operand | None:
             if cast.scaling_type.value == "disabled":
                 return None
+            if cast.target_dtype not in _MEANING:
+                known = ", ".join(str(dtype) for dtype in _MEANING)
+                raise ValueError(f"Float8LinearConfig casts to {cast.target_dtype}, which is none of {known}.")
             fp8_format, element = _MEANING[cast.target_dtype]
             formats.add(fp8_format)
             return Operand("tensor" if cast.scaling_granularity.value == "tensorwise" else "row", element)
