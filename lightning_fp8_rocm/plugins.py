@@ -226,7 +226,7 @@ def _show(report: "ConversionReport", on: Hardware) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(report.table())
+    console.print(report)
     if report.recipe.emulate:
         console.print(
             f"FP8 is emulated on {on.name}: the numerics of {report.recipe.fp8_format} FP8, slower than bf16.",

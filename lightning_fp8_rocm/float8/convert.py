@@ -5,6 +5,7 @@ Choosing is apart from changing: :func:`survey` reads, :func:`convert` changes c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from lightning_fp8_rocm.float8.recipe import FP8Recipe, RecipeName, resolve_reci
 from lightning_fp8_rocm.hardware import FP8Format
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
     from torchao.float8 import Float8LinearConfig
 
@@ -103,7 +105,7 @@ class ConversionReport:
     def caption(self) -> str:
         """What the share means, in one or two sentences."""
         text = (
-            f"{len(self.converted)} of {len(self.layers)} weight matrices and {100 * self.fp8_share:.1f} % of the"
+            f"{len(self.converted)} of {len(self.layers)} weight matrices and {_percent(self.fp8_share)} of the"
             " weights' multiply-adds run in FP8 (each layer counted once a token; attention products not counted)."
         )
         if self.uncounted:
@@ -112,24 +114,41 @@ class ConversionReport:
         return text
 
     def table(self) -> Table:
-        """The report as a ``rich`` table; layers that differ only in an index share a row."""
+        """The layers as a ``rich`` table; those that differ only in an index share a row."""
+        from rich import box
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=self.title(), caption=self.caption(), caption_justify="left", min_width=72)
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column("layer", overflow="fold")
-        table.add_column("count", justify="right")
+        table.add_column("count", justify="right", no_wrap=True)
         table.add_column("out x in", justify="right", no_wrap=True)
-        table.add_column("FP8", justify="center")
-        table.add_column("why not", overflow="fold")
+        table.add_column("FP8", min_width=20)
         for name, layers in _grouped(self.layers):
             first = layers[0]
             shape = f"{first.out_features} x {first.in_features}"
-            verdict = "[green]yes[/]" if first.is_fp8 else "[yellow]no[/]"
-            table.add_row(name.replace("[", r"\["), str(len(layers)), shape, verdict, first.reason or "")
+            verdict = "[green]yes[/]" if first.is_fp8 else f"[yellow]no[/]: {escape(first.reason or '')}"
+            table.add_row(escape(name), str(len(layers)), shape, verdict)
         return table
+
+    def __rich__(self) -> Group:
+        """Title, table and what the share means, for ``rich.print(report)``."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(Text(self.title(), style="bold"), self.table(), Text(self.caption()))
 
     def __str__(self) -> str:
         return f"{self.title()}\n{self.caption()}"
+
+
+def _percent(share: float) -> str:
+    """Rounded down: what is not all of it is never called 100 %.
+
+    >>> _percent(0.99996), _percent(1.0)
+    ('99.9 %', '100.0 %')
+    """
+    return f"{math.floor(1000 * share) / 10:.1f} %"
 
 
 def _grouped(layers: Iterable[LayerReport]) -> list[tuple[str, list[LayerReport]]]:

@@ -904,23 +904,23 @@ def test_the_table_shows_layers_that_differ_in_an_index_as_one_row(width):
 
     model = Deep()
     console = Console(width=width, file=io.StringIO())
-    console.print(convert(model, "rowwise", fp8_format="fnuz", exclude="blocks.11.down").table())
+    console.print(convert(model, "rowwise", fp8_format="fnuz", exclude="blocks.11.down"))
     text = console.file.getvalue()
     rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     assert max(len(line) for line in text.splitlines()) <= width
     assert "FP8 conversion: recipe rowwise, format fnuz, emulated" in text
     assert "blocks.*.up 12 64 x 32 yes" in rows
     assert "blocks.*.down 11 32 x 64 yes" in rows
-    assert "blocks.11.down 1 32 x 64 no excluded by `exclude`" in rows
-    assert "head 1 64 x 32 no output head" in rows
+    assert "blocks.11.down 1 32 x 64 no: excluded by `exclude`" in rows
+    assert "head 1 64 x 32 no: output head" in rows
     # 12 x 2048 up, 11 x 2048 down, of 25 x 2048.
     assert "23 of 25 weight matrices and 92.0 %" in " ".join(text.split())
 
 
 def test_the_table_of_a_root_layer_and_of_names_with_brackets_renders():
     console = Console(width=80, file=io.StringIO())
-    console.print(convert(nn.Linear(32, 32)).table())
-    console.print(convert(nn.ModuleDict({"[bold]x": nn.Linear(32, 32)})).table())
+    console.print(convert(nn.Linear(32, 32)))
+    console.print(convert(nn.ModuleDict({"[bold]x": nn.Linear(32, 32)})))
     text = console.file.getvalue()
     assert "(root)" in text
     assert "[bold]x" in text
