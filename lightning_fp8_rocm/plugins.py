@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_fp8_rocm import hardware
-from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName
+from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
 
 if TYPE_CHECKING:
@@ -84,13 +83,15 @@ class FP8PrecisionMixin:
         _check("fp8_format", fp8_format, ("auto", *get_args(FP8Format)))
         _check("on_unsupported", on_unsupported, get_args(OnUnsupported))
         self.recipe = recipe
-        self.include, self.exclude, self.skip_small = include, exclude, skip_small
+        self.include = check_patterns("FP8Precision", "include", include)
+        self.exclude = check_patterns("FP8Precision", "exclude", exclude)
+        self.skip_small = skip_small
         self.weights_dtype, self.compute_dtype = weights_dtype, compute_dtype
         self.fp8_format, self.on_unsupported = fp8_format, on_unsupported
         self.report: ConversionReport | None = None
         """What was converted and why the rest was not; None before setup, and where training fell back to bf16."""
         self._undo: list[Callable[[], None]] = []
-        self._watch: _UncalledLayers | None = None
+        self._watches: list[_UncalledLayers] = []
         self._device_type = "cpu"
 
     # ---- what a flavour says
@@ -122,9 +123,9 @@ class FP8PrecisionMixin:
 
     def teardown(self) -> None:
         """Give every layer the class that it had before: a second Trainer over the module runs what it says."""
-        if self._watch is not None:
-            self._watch.warn_if_any()
-        self._watch = None
+        for watch in self._watches:
+            watch.speak()
+        self._watches.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -136,7 +137,10 @@ class FP8PrecisionMixin:
         from lightning_fp8_rocm.float8.convert import convert, revert
         from lightning_fp8_rocm.float8.linear import FP8Linear
 
-        own = [layer for layer in module.modules() if isinstance(layer, FP8Linear)]  # the user converted these himself
+        # The user converted these himself.
+        own: dict[nn.Module, FP8Recipe] = {
+            layer: layer.fp8_recipe for layer in module.modules() if isinstance(layer, FP8Linear)
+        }
         report = convert(
             module,
             self.recipe,
@@ -152,7 +156,7 @@ class FP8PrecisionMixin:
         if report != self.report:
             self.report = report
             _show(report, on)
-        self._watch = _UncalledLayers(module, report)
+        self._watches.append(_UncalledLayers(module, report))
 
     def _format_on(self, found: list[Hardware]) -> FP8Format | Literal["auto"] | None:
         """The format to ask of ``convert``; None to train in bf16 instead, as the user chose."""
@@ -172,10 +176,12 @@ class FP8PrecisionMixin:
     def _cast_weights(self, module: nn.Module) -> None:
         if self.weights_dtype == "bfloat16":
             module.to(torch.bfloat16)
-            handles = [
-                unit.register_forward_pre_hook(_cast_floats_to_bf16, with_kwargs=True) for unit in _units_below(module)
-            ]
-            self._undo.extend(handle.remove for handle in handles)
+            # A bf16 layer takes what the dataloader made; the batch itself stays as it was, targets and all. The module
+            # that the steps belong to is left out for that.
+            for layer in module.modules():
+                if layer is not module and next(layer.parameters(recurse=False), None) is not None:
+                    handle = layer.register_forward_pre_hook(_cast_floats_to_bf16, with_kwargs=True)
+                    self._undo.append(handle.remove)
             return
         for parameter in module.parameters():
             # Frozen ones are no masters: an upcast would double the memory of a LoRA base.
@@ -183,24 +189,13 @@ class FP8PrecisionMixin:
                 parameter.data = parameter.data.to(torch.float32)
 
 
-def _units_below(module: nn.Module) -> list[nn.Module]:
-    """The direct children that own parameters; of a list or dict of modules, which has no forward, its entries."""
-    units: list[nn.Module] = []
-    for child in module.children():
-        if next(child.parameters(), None) is None:
-            continue
-        has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        units.extend([child] if has_forward else _units_below(child))
-    return units
+def _cast_floats_to_bf16(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tuple(_to_bf16(arg) for arg in args), {name: _to_bf16(arg) for name, arg in kwargs.items()}
 
 
-def _cast_floats_to_bf16(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A bf16 module takes what the dataloader made; the batch itself stays as it was, targets and all."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(torch.bfloat16) if tensor.dtype in (torch.float32, torch.float16) else tensor
-
-    return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+def _to_bf16(value: Any) -> Any:
+    is_wider = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float16)
+    return value.to(torch.bfloat16) if is_wider else value
 
 
 def _emulate_precision_casts() -> Callable[[], None]:
@@ -235,35 +230,40 @@ def _show(report: "ConversionReport", on: Hardware) -> None:
 
 
 class _UncalledLayers:
-    """Finds the layers that a report calls FP8 and that no step called: their weights are read past their forward.
+    """Finds the layers that a report calls FP8 and that the first training step did not call.
 
-    In eager mode a layer notes its call. Compiled code does not; there, a weight that got a gradient was used, and of a
-    frozen one nothing is known.
+    Their weights are read past their forward, or they are not used. In eager mode a layer notes its call. Compiled code
+    does not; there, a weight that got a gradient was used, and of a frozen one nothing is known.
     """
 
     def __init__(self, module: nn.Module, report: "ConversionReport") -> None:
         modules = dict(module.named_modules())
+        self._module = module
         self._uncalled = {layer.name: modules[layer.name] for layer in report.converted}
+        self._is_compiled = any(_is_compiled(child) for child in modules.values())
+        self._traces_before = self._traces()
+        self._any_called = False
         self._steps = 0
-        for layer in self._uncalled.values():
-            layer.__dict__.pop("_fp8_called", None)
 
-    def note(self) -> None:
-        """Strike off the layers that were called."""
-        self._uncalled = {name: layer for name, layer in self._uncalled.items() if not self._was_called(layer)}
-
-    @staticmethod
-    def _was_called(layer: nn.Module) -> bool:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        in_compiled_code = layer.traced and (weight.grad is not None or not weight.requires_grad)
-        return bool(vars(layer).get("_fp8_called") or in_compiled_code)
+    def step_begins(self) -> None:
+        """Before the first step, forget what a validation called; before a later one, speak of the first."""
+        if self._steps == 0:
+            for layer in self._uncalled.values():
+                layer.__dict__.pop("_fp8_called", None)
+        elif self._did_something():
+            self.speak()
 
     def step_ended(self) -> None:
         """Count a step that came through."""
         self._steps += 1
 
-    def warn_if_any(self) -> None:
+    def note(self) -> None:
+        """Strike off the layers that were called."""
+        before = len(self._uncalled)
+        self._uncalled = {name: layer for name, layer in self._uncalled.items() if not self._was_called(layer)}
+        self._any_called |= len(self._uncalled) < before
+
+    def speak(self) -> None:
         """Warn once, if a step was made; then never again."""
         if self._steps == 0:
             return
@@ -275,3 +275,28 @@ class _UncalledLayers:
                 " layers, or something reads their weight past their forward (`F.linear(x, layer.weight)`), and that"
                 " product is not FP8. Name them in `exclude` if that is meant."
             )
+
+    def _did_something(self) -> bool:
+        """Whether a step trained this module: a step may skip its batch, or belong to another network."""
+        self.note()
+        return self._any_called or any(p.grad is not None for p in self._module.parameters())
+
+    def _was_called(self, layer: nn.Module) -> bool:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        in_compiled_code = self._is_compiled or self._traces() > self._traces_before
+        return bool(vars(layer).get("_fp8_called")) or (
+            in_compiled_code and (weight.grad is not None or not weight.requires_grad)
+        )
+
+    @staticmethod
+    def _traces() -> int:
+        from lightning_fp8_rocm.float8.linear import FP8Linear
+
+        return FP8Linear.traces
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was asked for this module: in place, wrapped, or by Lightning."""
+    wrapped = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiler_ctx", None) is not None
+    return wrapped or module._compiled_call_impl is not None

@@ -25,10 +25,11 @@ from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, get_args
+
+from lightning_fp8_rocm.versions import check_installed, installed, supported
 
 PRECISION = "fp8-rocm"
 _MARK = "_lightning_fp8_rocm"
@@ -46,6 +47,7 @@ class _Entry:
     owner: str
     connector: tuple[str, str]
     literals: tuple[tuple[str, str], ...]
+    precision: str  # the module with the class Precision
     plugin: str  # our module with the class FP8Precision
     distribution: str
 
@@ -59,6 +61,7 @@ _ENTRIES = (
             ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
             ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
         ),
+        precision="lightning.pytorch.plugins.precision",
         plugin="lightning_fp8_rocm.pytorch.precision",
         distribution="lightning",
     ),
@@ -70,6 +73,7 @@ _ENTRIES = (
             ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
             ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
         ),
+        precision="lightning.fabric.plugins.precision",
         plugin="lightning_fp8_rocm.fabric.precision",
         distribution="lightning",
     ),
@@ -86,40 +90,21 @@ def register() -> None:
 
 
 def _teach(entry: _Entry) -> None:
+    check_installed(entry.distribution)
     try:
-        _route_precision(getattr(import_module(entry.connector[0]), entry.connector[1]), entry.plugin)
+        _route_precision(getattr(import_module(entry.connector[0]), entry.connector[1]), entry)
         _accept_in_annotation(getattr(import_module(entry.trigger), entry.owner))
         for module, name in entry.literals:
             _accept_in_literal(import_module(module), name)
     except (AttributeError, KeyError, ImportError) as missing:
         raise UnsupportedLightningError(
-            f"lightning_fp8_rocm cannot teach {entry.distribution} {_version_of(entry.distribution)} the precision"
-            f" {PRECISION!r}: {missing}. Supported: {_supported(entry.distribution)}. Install one of those, or remove"
+            f"lightning_fp8_rocm cannot teach {entry.distribution} {installed(entry.distribution)} the precision"
+            f" {PRECISION!r}: {missing}. Supported: {supported(entry.distribution)}. Install one of those, or remove"
             " `import lightning_fp8_rocm`."
         ) from missing
 
 
-def _version_of(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "(unknown version)"
-
-
-def _supported(distribution: str) -> str:
-    """The range in our own metadata.
-
-    >>> _supported("lightning").startswith("lightning")
-    True
-    """
-    try:
-        ours = requires("lightning-fp8-rocm") or []
-    except PackageNotFoundError:
-        ours = []
-    return next((line for line in ours if line.startswith(distribution) and "extra" not in line), distribution)
-
-
-def _route_precision(connector: type, plugin: str) -> None:
+def _route_precision(connector: type, entry: _Entry) -> None:
     """Make ``precision="fp8-rocm"`` mean ``plugins=[FP8Precision()]`` for one connector class."""
     original: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
     if hasattr(original, _MARK):
@@ -135,15 +120,14 @@ def _route_precision(connector: type, plugin: str) -> None:
         if bound.arguments.get("precision") == PRECISION:
             given = bound.arguments.get("plugins")
             plugins = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
-            ours = import_module(plugin).FP8Precision
             for other in plugins:
-                if isinstance(other, ours.__mro__[2]):  # the flavour's own Precision
+                if isinstance(other, import_module(entry.precision).Precision):
                     raise ValueError(
                         f"Received both `precision={PRECISION!r}` and a precision plugin,"
                         f" `plugins=[{type(other).__name__}(...)]`. Choose one: drop the plugin, or drop `precision`"
                         " and pass `plugins=[FP8Precision(...)]` to set the arguments of FP8."
                     )
-            bound.arguments.update(precision=None, plugins=[*plugins, ours()])
+            bound.arguments.update(precision=None, plugins=[*plugins, import_module(entry.plugin).FP8Precision()])
         original(*bound.args, **bound.kwargs)
 
     setattr(routed, _MARK, True)

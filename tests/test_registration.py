@@ -462,10 +462,10 @@ def test_a_list_of_precisions_that_is_pretended_to_be_no_literal_is_left_alone(m
     assert fabric_precision._PRECISION_INPUT_STR is str
 
 
-def test_the_error_names_the_pretended_old_version(monkeypatch):
-    monkeypatch.setattr(registration, "version", lambda distribution: {"lightning": "2.0.9"}[distribution])
+def test_the_error_names_the_pretended_version(monkeypatch):
+    monkeypatch.setattr(registration, "installed", lambda distribution: {"lightning": "2.6.9"}[distribution])
     monkeypatch.delattr(CONNECTOR, METHOD)
-    with pytest.raises(UnsupportedLightningError, match=r"cannot teach lightning 2\.0\.9 the precision 'fp8-rocm'"):
+    with pytest.raises(UnsupportedLightningError, match=r"cannot teach lightning 2\.6\.9 the precision 'fp8-rocm'"):
         registration.register()
 
 

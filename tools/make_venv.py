@@ -10,6 +10,7 @@ The standard library alone: this runs before anything is installed.
 import argparse
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 VERSION_OF_TORCH = "import importlib.metadata as m; print(m.version('torch'))"
@@ -37,9 +38,18 @@ def main() -> None:
     if not python.exists():
         command = [sys.executable, "-m", "venv", str(arguments.venv)]
         subprocess.run(command + (["--system-site-packages"] if found else []), check=True)
+        if found and sys.prefix != sys.base_prefix:
+            # The interpreter is one of a virtual environment itself, and only its base is a "system" to the new one.
+            (own,) = (arguments.venv / "lib").glob("python*/site-packages")
+            (own / "_parent_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if torch_of(python) is None:
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *arguments.torch.split()], check=True)
     version = torch_of(python)
+    if found and version != found:
+        sys.exit(
+            f"{arguments.venv} has torch {version}, the interpreter {found}, which is not to be replaced. Remove"
+            f" {arguments.venv} (`make clean`) and start again."
+        )
     print(f"torch {version}: {'found with the interpreter, kept' if found else 'in the environment'}")
     (arguments.venv / "constraints.txt").write_text(f"torch=={version}\n")
 

@@ -30,8 +30,8 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if self._watch is not None:
-            self._watch.warn_if_any()  # at the second step, of the first
-            self._watch.note()
-            self._watch.step_ended()
+        for watch in self._watches:
+            watch.step_ended()
+            watch.note()
+            watch.step_begins()
         return result

@@ -6,7 +6,7 @@ Choosing is apart from changing: :func:`survey` reads, :func:`convert` changes c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -17,8 +17,9 @@ from torch import nn
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.float8.linear import FP8Linear
 from lightning_fp8_rocm.float8.quantize import ALIGNMENT
-from lightning_fp8_rocm.float8.recipe import FP8Recipe, RecipeName, resolve_recipe
+from lightning_fp8_rocm.float8.recipe import FP8Recipe, RecipeName, check_patterns, resolve_recipe
 from lightning_fp8_rocm.hardware import FP8Format
+from lightning_fp8_rocm.versions import check_installed
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -176,14 +177,19 @@ def _matrices(module: nn.Module) -> Iterator[tuple[int, int]]:
         return
     transposed = type(module).__name__ == "Conv1D"  # transformers': weight is (in, out)
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() == 2 and parameter.is_floating_point() and "weight" in name:
+        if _is_initialised(parameter) and parameter.dim() == 2 and parameter.is_floating_point() and "weight" in name:
             rows, columns = parameter.shape
             yield (columns, rows) if transposed else (rows, columns)
 
 
+def _is_initialised(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, nn.UninitializedParameter)
+
+
 def _holds_uncounted_weights(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear) and any(
-        parameter.dim() > 2 and parameter.is_floating_point() for parameter in module.parameters(recurse=False)
+        _is_initialised(parameter) and parameter.dim() > 2 and parameter.is_floating_point()
+        for parameter in module.parameters(recurse=False)
     )
 
 
@@ -232,6 +238,11 @@ def output_heads(module: nn.Module) -> set[nn.Module]:
     return {last_head} if last_head is not None else set()
 
 
+def _is_metric(module: nn.Module) -> bool:
+    """Whether it is a ``torchmetrics.Metric``, by name: that one measures, in a precision of its own."""
+    return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
+
+
 def _shared_weights(module: nn.Module) -> dict[int, list[str]]:
     """Names of the modules that share each parameter, by the parameter's id, where more than one does."""
     owners: dict[int, list[str]] = {}
@@ -263,7 +274,7 @@ def _why_never(layer: nn.Linear) -> str | None:
         return f"a subclass of nn.Linear ({kind.__name__}) has its own forward or weight"
     if "forward" in vars(layer):
         return "its forward is replaced on the instance"
-    if "weight" not in layer._parameters:
+    if layer._parameters.get("weight") is None:
         return "its weight is computed by a hook (weight_norm, spectral_norm, pruning)"
     if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
@@ -294,21 +305,16 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(argument: str, patterns: Sequence[str] | str | None, names: Sequence[str]) -> tuple[str, ...]:
-    if patterns is None:
-        return ()
-    if isinstance(patterns, str):
-        patterns = (patterns,)
+def _matching_patterns(argument: str, given: Sequence[str] | str | None, names: Sequence[str]) -> tuple[str, ...]:
+    patterns = check_patterns("convert", argument, given) or ()
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"Expected argument `{argument}` to be patterns of layer names, but got {pattern!r} in it.")
         if not any(fnmatchcase(name, pattern) for name in names):
             some = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(
                 f"The pattern {pattern!r} in `{argument}` matches none of the {len(names)} layers of the model."
                 f" Patterns are matched against the whole name (`*` for anything). Layers: {some or 'none'}."
             )
-    return tuple(patterns)
+    return patterns
 
 
 def survey(
@@ -324,12 +330,16 @@ def survey(
         raise ValueError(f"Expected argument `skip_small` to be 'auto', True or False, but got {skip_small!r}.")
     weighted = [(name, child, shape) for name, child in module.named_modules() for shape in _matrices(child)]
     names = [name for name, child, _ in weighted if isinstance(child, nn.Linear)]
-    include = _check_patterns("include", include, names)
-    exclude = _check_patterns("exclude", exclude, names)
+    include = _matching_patterns("include", include, names)
+    exclude = _matching_patterns("exclude", exclude, names)
     heads, shared = output_heads(module), _shared_weights(module)
     ask_size = skip_small is True or (skip_small == "auto" and not recipe.emulate)
 
+    in_metrics = {below for child in module.modules() if _is_metric(child) for below in child.modules()}
+
     def why_not(name: str, child: nn.Module, shape: tuple[int, int]) -> str | None:
+        if child in in_metrics:
+            return "part of a metric"
         if not isinstance(child, nn.Linear):
             return f"not an nn.Linear ({type(child).__name__})"
         never = _why_never(child)
@@ -395,6 +405,7 @@ def convert(
         ValueError: For a recipe, format or pattern that does not fit; if no layer at all would be FP8; if a layer
             already is FP8 under another recipe; and for a GPU without FP8, unless ``fp8_format`` names one.
         MixedFormatsError: If the devices do not have one format.
+        ImportError: For a version of torch or torchao that is not supported.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -405,6 +416,7 @@ def convert(
         >>> type(model[0]).__name__
         'Linear'
     """
+    check_installed("torch", "torchao")
     devices = _hardware_for(module, device)
     native = hardware.shared_format(devices)
     if native is None and fp8_format == "auto" and devices[0] != hardware.CPU:
@@ -429,8 +441,7 @@ def convert(
     wanted = {layer.name for layer in report.converted}
     for name, child in modules.items():
         if name in wanted:
-            child.__class__ = FP8Linear
-            child.fp8_recipe = resolved
+            _make_fp8(child, resolved)
         elif isinstance(child, FP8Linear):
             _revert_layer(child)
     for child in modules.values():
@@ -448,22 +459,29 @@ def _restore_fast_path(module: nn.Module) -> None:
         setattr(module, flag, value)
 
 
+def _make_fp8(layer: nn.Module, recipe: FP8Recipe) -> None:
+    layer.__class__ = FP8Linear
+    layer.fp8_recipe = recipe  # type: ignore[assignment]
+
+
 def _revert_layer(layer: FP8Linear) -> None:
     for name in ("fp8_recipe", "_fp8_called"):
         layer.__dict__.pop(name, None)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def revert(module: nn.Module, *, keep: Iterable[nn.Module] = ()) -> None:
+def revert(module: nn.Module, *, keep: Mapping[nn.Module, FP8Recipe] | None = None) -> None:
     """Undo :func:`convert`: every layer of ``module`` has the class that it had before. Parameters are untouched.
 
     Args:
         module: What was converted.
-        keep: Layers to leave FP8.
+        keep: Layers that are FP8 afterwards, each by its recipe.
     """
-    kept = set(keep)
+    keep = keep or {}
     for child in module.modules():
-        if isinstance(child, FP8Linear) and child not in kept:
+        if child in keep:
+            _make_fp8(child, keep[child])
+        elif isinstance(child, FP8Linear):
             _revert_layer(child)
     for child in module.modules():
         if not any(isinstance(below, FP8Linear) for below in child.modules()):

@@ -129,7 +129,9 @@ class _FP8Matmul(torch.autograd.Function):
             return input.new_zeros(*input.shape[:-1], weight.shape[0])
         with _as_written(input):
             output = _output(rows, weight, recipe)
-        return output.reshape(*input.shape[:-1], weight.shape[0])
+        # No view: autograd would forbid what may follow in place (`y += x`, `nn.ReLU(inplace=True)`).
+        shape = [*input.shape[:-1], weight.shape[0]]
+        return output if output.dim() == len(shape) else torch.ops.aten._unsafe_view(output, shape)
 
     @staticmethod
     @override
@@ -156,7 +158,7 @@ class _FP8Matmul(torch.autograd.Function):
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_trace() -> None:
     """Runs when a layer is traced, and leaves nothing in the graph."""
-    FP8Linear.traced = True
+    FP8Linear.traces += 1
 
 
 class FP8Linear(nn.Linear):
@@ -177,8 +179,8 @@ class FP8Linear(nn.Linear):
     """
 
     fp8_recipe: FP8Recipe
-    traced: ClassVar[bool] = False
-    """Whether any FP8 layer of this process was traced by a compiler: compiled code notes no calls."""
+    traces: ClassVar[int] = 0
+    """How often a compiler traced an FP8 layer of this process: compiled code notes no calls."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:

@@ -48,6 +48,23 @@ def _check_choice(owner: str, argument: str, value: object, allowed: tuple[objec
         raise ValueError(f"Expected argument `{argument}` of {owner} to be one of {choices}, but got {value!r}.")
 
 
+def check_patterns(owner: str, argument: str, patterns: object) -> tuple[str, ...] | None:
+    """Patterns of layer names as a tuple; one string is one pattern, None is none given.
+
+    >>> check_patterns("convert", "include", "blocks.*")
+    ('blocks.*',)
+    """
+    if patterns is None:
+        return None
+    listed = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(
+            f"Expected argument `{argument}` of {owner} to be None, a pattern of layer names like 'decoder.*', or"
+            f" a list of them with at least one, but got {patterns!r}."
+        )
+    return tuple(listed)
+
+
 def fp8_dtype(fp8_format: FP8Format, element: Element) -> torch.dtype:
     """The torch dtype of an element format in one of the two families.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
 from typing_extensions import override
 
@@ -27,7 +27,7 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
                 f"{type(module).__qualname__}. To convert a plain module, call `lightning_fp8_rocm.convert(module)`."
             )
         strategy = module.trainer.strategy
-        if not isinstance(strategy, _STRATEGIES):
+        if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, DeepSpeedStrategy):
             raise TypeError(
                 f'`precision="fp8-rocm"` does not work with {type(strategy).__name__}, which would convert the layers'
                 " after it has sharded or copied them. Use strategy 'auto' or 'ddp'."
@@ -38,16 +38,16 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        if self._watch is not None:
-            self._watch.warn_if_any()  # at the second step, of the first
+        for watch in self._watches:
+            watch.step_begins()
         with self.forward_context():
             yield
-        if self._watch is not None:
-            self._watch.step_ended()
+        for watch in self._watches:
+            watch.step_ended()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if self._watch is not None:
-            self._watch.note()  # before the user's code clears the gradients
+        for watch in self._watches:
+            watch.note()  # before the user's code clears the gradients
         return result

@@ -201,11 +201,16 @@ def test_a_reverted_model_computes_what_it_did_before():
     assert torch.equal(model(tokens), expected)
 
 
-def test_revert_keeps_the_layers_it_is_told_to_keep():
+def test_revert_keeps_the_layers_it_is_told_to_keep_each_by_its_recipe():
     model = Model()
-    convert(model)
-    revert(model, keep=[model.blocks[0].up])
-    assert fp8_names(model) == ["blocks.0.up"]
+    convert(model, "rowwise", include="head")
+    kept = {model.head: model.head.fp8_recipe}
+    revert(model)
+    recipe = convert(model).recipe
+    revert(model, keep={model.blocks[0].up: recipe, **kept})
+    assert fp8_names(model) == ["blocks.0.up", "head"]
+    assert model.blocks[0].up.fp8_recipe.name == "tensorwise"
+    assert model.head.fp8_recipe.name == "rowwise"
 
 
 def test_revert_of_a_module_that_was_never_converted_does_nothing():
@@ -754,7 +759,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_lists_the_names(argumen
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_a_pattern_that_is_no_string_is_a_type_error(argument):
     model = Model()
-    with pytest.raises(TypeError, match=rf"`{argument}` to be patterns of layer names, but got Linear"):
+    with pytest.raises(TypeError, match=rf"`{argument}` of convert to be None, a pattern.*but got \[Linear"):
         convert(model, **{argument: [model.head]})
 
 
@@ -991,3 +996,27 @@ def test_a_bert_classifier_of_hugging_face_is_converted_but_for_its_classifier(h
     assert [(layer.name, layer.reason) for layer in report.left_out] == [("classifier", reason)]
     assert "bert.pooler.dense" in fp8_names(model)
     assert model(input_ids=torch.randint(64, (2, 5))).logits.shape == (2, labels)
+
+
+def test_uninitialised_lazy_modules_and_missing_weights_are_passed_over():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm1d(), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[3].weight = None
+    report = convert(model)
+    assert [layer.name for layer in report.converted] == ["2"]
+    assert "computed by a hook" in report.left_out[0].reason
+
+
+def test_a_metric_measures_in_its_own_precision():
+    from torchmetrics import Metric
+
+    class Distance(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Linear(32, 32)
+
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    report = convert(nn.ModuleDict({"layer": nn.Linear(32, 32), "metric": Distance()}))
+    assert [(layer.name, layer.reason) for layer in report.left_out] == [("metric.features", "part of a metric")]

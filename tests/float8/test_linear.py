@@ -758,3 +758,18 @@ def test_a_recipe_may_cast_the_grad_output_of_its_two_products_to_different_elem
 def test_the_layer_says_its_recipe_and_format():
     layer = to_fp8(varied_linear(), "rowwise", fp8_format="fnuz")
     assert repr(layer) == f"FP8Linear(in_features={K}, out_features={N}, bias=True, fp8=rowwise/fnuz)"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (0, 32)])
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+    layer = nn.Linear(32, 32, bias=bias)
+    convert(layer, "tensorwise")
+    input = torch.randn(shape)
+    expected = torch.relu(layer(input) + 1)
+    output = layer(input)
+    output += 1
+    torch.relu_(output)
+    assert torch.equal(output, expected)
+    grads = [torch.autograd.grad(y.sum(), layer.weight)[0] for y in (output, expected)]
+    assert torch.equal(*grads)

@@ -1,13 +1,13 @@
 import copy
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from models import Blocks, batches, trainer
+from models import LARGE_TARGET, Blocks, batches, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,8 +111,12 @@ def test_layers_that_the_user_converted_himself_stay_his() -> None:
 
     module = Blocks()
     convert(module, "tensorwise", include=["blocks.0.1"])
+    convert(module.head, "tensorwise")  # which the plugin leaves out
+    with pytest.raises(ValueError, match=r"'blocks.0.1' already is FP8 under another recipe"):
+        trainer(FP8Precision("rowwise")).fit(module, batches())
+    assert fp8_layers(module) == ["blocks.0.1", "head"]
     trainer(FP8Precision("tensorwise")).fit(module, batches())
-    assert fp8_layers(module) == ["blocks.0.1"]
+    assert fp8_layers(module) == ["blocks.0.1", "head"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +222,46 @@ def test_fp32_masters_lift_trainable_bf16_weights_and_leave_frozen_ones() -> Non
     assert module.blocks[0][1].weight.dtype == torch.bfloat16
     assert module.blocks[1][1].weight.dtype == torch.float32
     assert module.head.weight.dtype == torch.float32
+
+
+@dataclass
+class Inputs:
+    x: Tensor
+
+
+class UsedInManyWays(Blocks):
+    """A child called by another method than forward, with a dataclass, and with a float target as a keyword."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer, self.out = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 16)
+
+        def encode(self, inputs: Inputs) -> Tensor:
+            return self.layer(self.norm(inputs.x))
+
+        def forward(self, inputs: Inputs, labels: Tensor) -> Tensor:
+            assert labels.eq(LARGE_TARGET).all()
+            return self.out(self.encode(inputs)).float().pow(2).mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.Net()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        latent = self.net.encode(Inputs(batch[0]))
+        return (
+            self.net(Inputs(batch[0]), labels=batch[1]) + latent.float().pow(2).mean() + self(batch[0]).float().mean()
+        )
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_a_child_may_be_used_past_its_forward_and_with_any_arguments(weights_dtype: str) -> None:
+    module = UsedInManyWays()
+    before = copy.deepcopy(module.state_dict())
+    trainer(FP8Precision(weights_dtype=weights_dtype)).fit(module, batches())
+    assert all(not torch.equal(before[name].to(value.dtype), value) for name, value in module.state_dict().items())
+    assert not any(child._forward_pre_hooks for child in module.modules())
 
 
 def test_compiled_submodules_train_in_fp8_without_graph_breaks(recwarn: Any) -> None:
@@ -419,14 +463,32 @@ class ReadsPast(Blocks):
 
 @pytest.mark.parametrize("flags", [{"max_epochs": 1}, {"fast_dev_run": True}], ids=["epoch", "one step"])
 def test_a_layer_that_the_first_step_does_not_call_is_named(
-    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(FP8Linear, "traced", False)  # whatever another test compiled in this process
     with pytest.warns(UserWarning, match="what the first step did not call") as caught:
         trainer(**flags).fit(ReadsPast(), batches())
     messages = [str(w.message) for w in caught if "did not call" in str(w.message)]
     assert len(messages) == 1
     assert "'blocks.0.1', 'blocks.1.1', 'blocks.1.3'." in messages[0]  # the first has a gradient, and is not FP8
+
+
+def test_what_a_validation_called_is_no_step(recwarn: Any) -> None:
+    class OnlyInEval(Blocks):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return self.head(batch[0]).float().pow(2).mean()
+
+    trainer(num_sanity_val_steps=1).fit(OnlyInEval(), batches(), batches())
+    (message,) = [str(w.message) for w in recwarn if "did not call" in str(w.message)]
+    assert all(repr(name) in message for name in FP8_LAYERS)
+
+
+def test_a_first_batch_that_the_step_skips_names_nothing(recwarn: Any) -> None:
+    class Skips(Blocks):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+            return None if index == 0 else super().training_step(batch, index)
+
+    trainer().fit(Skips(), batches())
+    assert not [w for w in recwarn if "did not call" in str(w.message)]
 
 
 def test_a_module_whose_layers_are_all_called_is_not_warned_of(recwarn: Any) -> None:
@@ -517,6 +579,9 @@ def test_the_format_is_that_of_the_pretended_hardware_and_another_one_is_emulate
         ({"weights_dtype": "float16"}, "`weights_dtype`.*'float32', 'bfloat16', but got 'float16'.*loss scaling"),
         ({"weights_dtype": torch.bfloat16}, "`weights_dtype`.*but got torch.bfloat16"),
         ({"compute_dtype": "float16"}, "`compute_dtype`.*but got 'float16'.*loss scaling"),
+        ({"include": 5}, "`include` of FP8Precision.*a list of them with at least one, but got 5"),
+        ({"exclude": []}, r"`exclude` of FP8Precision.*at least one, but got \[\]"),
+        ({"include": ["a", 1]}, "`include`.*but got \\['a', 1\\]"),
         ({"skip_small": "yes"}, "`skip_small`.*'auto', True, False, but got 'yes'"),
         ({"skip_small": 1}, "`skip_small`.*but got 1"),
         ({"on_unsupported": "warn"}, "`on_unsupported`.*'error', 'bf16', 'emulate', but got 'warn'"),
@@ -524,7 +589,7 @@ def test_the_format_is_that_of_the_pretended_hardware_and_another_one_is_emulate
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_bad_argument_is_refused_when_it_is_given(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         FP8Precision(**arguments)
 
 
@@ -562,6 +627,18 @@ def test_what_only_setup_can_know_is_refused_before_a_weight_changes(make: Any, 
         assert torch.equal(before[name], value)
 
 
+def test_deepspeed_is_refused_by_name_although_it_is_a_ddp_strategy() -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    module = Blocks()
+    run = trainer()
+    run.strategy.connect(module)
+    module.trainer = run
+    run._accelerator_connector.strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # the package is not installed
+    with pytest.raises(TypeError, match="does not work with DeepSpeedStrategy"):
+        FP8Precision().convert_module(module)
+
+
 def test_a_strategy_that_would_convert_too_late_is_refused_by_name() -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -572,4 +649,3 @@ def test_a_strategy_that_would_convert_too_late_is_refused_by_name() -> None:
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
     with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.*'auto' or 'ddp'"):
         trainer(strategy=strategy).fit(Sharded(), batches())
-    torch.distributed.destroy_process_group()
