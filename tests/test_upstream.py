@@ -244,3 +244,9 @@ def test_importing_torchao_float8_is_silent():
     done = python("import torchao.float8")
     done.check_returncode()
     assert "register_constant() on Enum subclasses is deprecated" not in done.stderr
+
+
+@fault("the output of Float8Linear is a view that autograd lets nobody change in place", RuntimeError)
+def test_the_output_of_a_float8_layer_may_be_changed_in_place():
+    output = float8_linear("tensorwise", bias=False)(torch.randn(2, 16, 32))
+    output += 1
