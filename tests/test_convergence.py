@@ -28,7 +28,11 @@ def test_a_transformer_reaches_the_held_out_loss_of_bf16(
     loss, spread = bf16
     run = convergence.train(f"{recipe}/{fp8_format}", STEPS)
     with capsys.disabled():
-        print(f"\n{recipe}/{fp8_format}: {run.val_loss:.4f}, bf16 {loss:.4f}, two bf16 seeds {spread:.4f} apart")
+        # To stderr, which the processes of a parallel run pass on.
+        print(
+            f"\n{recipe}/{fp8_format}: {run.val_loss:.4f}, bf16 {loss:.4f}, two bf16 seeds {spread:.4f} apart",
+            file=sys.stderr,
+        )
     assert run.fp8_share > 0.9
     assert loss < 2.6  # it has learnt: the entropy of single bytes is 3.1 nats
     assert abs(run.val_loss - loss) <= max(0.02 * loss, 3 * spread)

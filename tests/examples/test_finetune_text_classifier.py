@@ -213,10 +213,12 @@ def test_fp8_reaches_the_held_out_loss_and_accuracy_of_bf16(
     p = bf16.accuracy
     two_standard_errors = 2 * math.sqrt(2 * p * (1 - p) / n)  # of the difference of two accuracies on n texts each
     with capsys.disabled():
-        print(f"\nheld-out loss bf16 {bf16.loss:.4f}, fp8 {fp8.loss:.4f} ({fp8.loss / bf16.loss - 1:+.2%}, bound 2 %)")
+        # To stderr, which the processes of a parallel run pass on.
         print(
+            f"\nheld-out loss bf16 {bf16.loss:.4f}, fp8 {fp8.loss:.4f} ({fp8.loss / bf16.loss - 1:+.2%}, bound 2 %)\n"
             f"accuracy bf16 {bf16.accuracy:.4f}, fp8 {fp8.accuracy:.4f} "
-            f"({fp8.accuracy - bf16.accuracy:+.4f}, bound {two_standard_errors:.4f})"
+            f"({fp8.accuracy - bf16.accuracy:+.4f}, bound {two_standard_errors:.4f})",
+            file=sys.stderr,
         )
     assert bf16.accuracy > 0.65  # both have learnt: the most frequent class is 52 % of the texts
     assert abs(fp8.loss / bf16.loss - 1) < 0.02
