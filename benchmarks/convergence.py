@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import torch
@@ -26,11 +26,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8_rocm import FP8Precision
+from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES
+from lightning_fp8_rocm.hardware import FP8Format
 
 CONTEXT = 64  # bytes
 BATCH = 16
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-FORMATS = ("ocp", "fnuz")
+FORMATS = get_args(FP8Format)
 
 
 class Block(nn.Module):
@@ -166,7 +167,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     precisions = [("bf16-mixed", 0), ("bf16-mixed", 1)]
-    precisions += [(f"{recipe}/{fp8_format}", 0) for recipe in RECIPES for fp8_format in FORMATS]
+    precisions += [(f"{recipe}/{fp8_format}", 0) for recipe in RECIPE_NAMES for fp8_format in FORMATS]
     runs = [train(precision, arguments.steps, seed) for precision, seed in precisions]
     Console().print(table(runs))
     if arguments.json:

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fp8_rocm import hardware
-from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns
+from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns, choice_error
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
 
 if TYPE_CHECKING:
@@ -25,15 +25,11 @@ if log.level == logging.NOTSET:
 
 OnUnsupported = Literal["error", "bf16", "emulate"]
 WeightsDtype = Literal["float32", "bfloat16"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _check(argument: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(
-            f"Expected argument `{argument}` of FP8Precision to be one of {choices}, but got {value!r}.{hint}"
-        )
+        raise choice_error("FP8Precision", argument, value, allowed, hint)
 
 
 class FP8PrecisionMixin:
@@ -119,7 +115,7 @@ class FP8PrecisionMixin:
         """Autocast to bf16 around a step where the masters are fp32; nothing where the module itself is bf16."""
         if self.weights_dtype == "bfloat16":
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=_DTYPES[self.compute_dtype])
+        return torch.autocast(self._device_type, dtype=torch.bfloat16)
 
     def teardown(self) -> None:
         """Give every layer the class that it had before: a second Trainer over the module runs what it says."""
@@ -250,7 +246,7 @@ class _UncalledLayers:
         if self._steps == 0:
             for layer in self._uncalled.values():
                 layer.__dict__.pop("_fp8_called", None)
-        elif self._did_something():
+        elif self._uncalled and self._did_something():
             self.speak()
 
     def step_ended(self) -> None:

@@ -52,15 +52,16 @@ class _Entry:
     distribution: str
 
 
+_LITERALS = (
+    ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+    ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
+)
 _ENTRIES = (
     _Entry(
         trigger="lightning.pytorch.trainer.trainer",
         owner="Trainer",
         connector=("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
-        literals=(
-            ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
-            ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
-        ),
+        literals=_LITERALS,
         precision="lightning.pytorch.plugins.precision",
         plugin="lightning_fp8_rocm.pytorch.precision",
         distribution="lightning",
@@ -69,10 +70,7 @@ _ENTRIES = (
         trigger="lightning.fabric.fabric",
         owner="Fabric",
         connector=("lightning.fabric.connector", "_Connector"),
-        literals=(
-            ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
-            ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
-        ),
+        literals=_LITERALS,
         precision="lightning.fabric.plugins.precision",
         plugin="lightning_fp8_rocm.fabric.precision",
         distribution="lightning",

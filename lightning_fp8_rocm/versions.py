@@ -1,16 +1,20 @@
 """Which versions of torch, torchao and Lightning this package supports: what its own metadata says."""
 
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
-def supported(distribution: str) -> Requirement:
+def supported(distribution: str) -> "Requirement":
     """The range of one dependency.
 
     >>> supported("lightning").specifier.contains("2.6.3"), supported("torch").specifier.contains("2.13.0+rocm7.1")
     (False, True)
     """
+    from packaging.requirements import Requirement  # not at the top: importing us would take a third longer
+
     for line in requires("lightning-fp8-rocm") or []:
         requirement = Requirement(line)
         if requirement.name == distribution and requirement.marker is None:

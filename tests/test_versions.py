@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,8 +54,6 @@ def test_a_build_without_metadata_is_let_pass(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_make_venv_keeps_the_torch_of_a_pretended_interpreter(tmp_path: Any) -> None:
-    from pathlib import Path
-
     script = Path(__file__).parents[1] / "tools" / "make_venv.py"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "parent"), "--without-pip"], check=True)
     (site,) = (tmp_path / "parent" / "lib").glob("python*/site-packages")

@@ -334,7 +334,6 @@ def survey(
     exclude = _matching_patterns("exclude", exclude, names)
     heads, shared = output_heads(module), _shared_weights(module)
     ask_size = skip_small is True or (skip_small == "auto" and not recipe.emulate)
-
     in_metrics = {below for child in module.modules() if _is_metric(child) for below in child.modules()}
 
     def why_not(name: str, child: nn.Module, shape: tuple[int, int]) -> str | None:
@@ -438,36 +437,8 @@ def convert(
         from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
 
         _patch_inductor_min_max_codegen()
-    wanted = {layer.name for layer in report.converted}
-    for name, child in modules.items():
-        if name in wanted:
-            _make_fp8(child, resolved)
-        elif isinstance(child, FP8Linear):
-            _revert_layer(child)
-    for child in modules.values():
-        _restore_fast_path(child)
-        if any(isinstance(below, FP8Linear) for below in child.modules()):
-            for kind, flag, off in _ENCODER_FAST_PATH:
-                if isinstance(child, kind):
-                    child.__dict__["_fp8_fast_path"] = {flag: getattr(child, flag)}
-                    setattr(child, flag, off)
+    _set_fp8_layers(module, {modules[layer.name]: resolved for layer in report.converted})
     return report
-
-
-def _restore_fast_path(module: nn.Module) -> None:
-    for flag, value in module.__dict__.pop("_fp8_fast_path", {}).items():
-        setattr(module, flag, value)
-
-
-def _make_fp8(layer: nn.Module, recipe: FP8Recipe) -> None:
-    layer.__class__ = FP8Linear
-    layer.fp8_recipe = recipe  # type: ignore[assignment]
-
-
-def _revert_layer(layer: FP8Linear) -> None:
-    for name in ("fp8_recipe", "_fp8_called"):
-        layer.__dict__.pop(name, None)
-    layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def revert(module: nn.Module, *, keep: Mapping[nn.Module, FP8Recipe] | None = None) -> None:
@@ -477,15 +448,26 @@ def revert(module: nn.Module, *, keep: Mapping[nn.Module, FP8Recipe] | None = No
         module: What was converted.
         keep: Layers that are FP8 afterwards, each by its recipe.
     """
-    keep = keep or {}
+    _set_fp8_layers(module, keep or {})
+
+
+def _set_fp8_layers(module: nn.Module, recipes: Mapping[nn.Module, FP8Recipe]) -> None:
+    """Make these layers of ``module`` FP8, each by its recipe, and no others."""
     for child in module.modules():
-        if child in keep:
-            _make_fp8(child, keep[child])
+        if child in recipes:
+            child.__class__ = FP8Linear
+            child.fp8_recipe = recipes[child]  # type: ignore[assignment]
         elif isinstance(child, FP8Linear):
-            _revert_layer(child)
+            for name in ("fp8_recipe", "_fp8_called"):
+                child.__dict__.pop(name, None)
+            child.__class__ = nn.Linear  # type: ignore[assignment]
     for child in module.modules():
-        if not any(isinstance(below, FP8Linear) for below in child.modules()):
-            _restore_fast_path(child)
+        for flag, value in child.__dict__.pop("_fp8_fast_path", {}).items():
+            setattr(child, flag, value)
+        for kind, flag, off in _ENCODER_FAST_PATH:
+            if isinstance(child, kind) and any(isinstance(below, FP8Linear) for below in child.modules()):
+                child.__dict__["_fp8_fast_path"] = {flag: getattr(child, flag)}
+                setattr(child, flag, off)
 
 
 def _hardware_for(module: nn.Module, device: torch.device | None) -> list[hardware.Hardware]:

@@ -17,6 +17,7 @@ This module imports no torchao: constructing a recipe must not ask the GPU anyth
 in ``plugins``, but for the quoted ones: for postponed annotations jsonargparse would run the ``TYPE_CHECKING`` block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -42,10 +43,15 @@ _DTYPES: dict[tuple[FP8Format, Element], torch.dtype] = {
 _MEANING = {dtype: key for key, dtype in _DTYPES.items()}
 
 
+def choice_error(owner: str, argument: str, value: object, allowed: Sequence[object], hint: str = "") -> ValueError:
+    """The error for a value that is none of the allowed."""
+    choices = ", ".join(repr(choice) for choice in allowed)
+    return ValueError(f"Expected argument `{argument}` of {owner} to be one of {choices}, but got {value!r}.{hint}")
+
+
 def _check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"Expected argument `{argument}` of {owner} to be one of {choices}, but got {value!r}.")
+        raise choice_error(owner, argument, value, allowed)
 
 
 def check_patterns(owner: str, argument: str, patterns: object) -> tuple[str, ...] | None:

@@ -1,7 +1,9 @@
 import copy
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -397,7 +399,7 @@ def test_a_checkpoint_is_plain_and_read_where_neither_we_nor_torchao_are(tmp_pat
         [sys.executable, str(script), path],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(__import__("pathlib").Path(__file__).parent), "PATH": "/usr/bin"},
+        env={"PYTHONPATH": str(Path(__file__).parent), "PATH": "/usr/bin"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -620,7 +622,7 @@ def test_what_only_setup_can_know_is_refused_before_a_weight_changes(make: Any, 
     plugin.weights_dtype = "bfloat16"
     with pytest.raises(error) as raised:
         trainer(plugin).fit(module, batches())
-    assert __import__("re").search(says, str(raised.value), __import__("re").DOTALL), raised.value
+    assert re.search(says, str(raised.value), re.DOTALL), raised.value
     assert fp8_layers(module) == []
     for name, value in module.state_dict().items():
         assert value.dtype == torch.float32
