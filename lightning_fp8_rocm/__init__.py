@@ -1,6 +1,6 @@
 """FP8 training for PyTorch Lightning on AMD Instinct GPUs.
 
-Importing this package teaches Lightning the precision ``"fp8-rocm"``; it imports neither Lightning nor torchao. The
+Importing this package teaches Lightning ``precision="fp8-rocm"`` and ``strategy="fsdp2_fp8"``; it imports neither Lightning nor torchao. The
 names below are imported when they are asked for.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_fp8_rocm.float8.linear import FP8Linear
     from lightning_fp8_rocm.float8.recipe import FP8Recipe, Operand, Product
     from lightning_fp8_rocm.pytorch.precision import FP8Precision
+    from lightning_fp8_rocm.pytorch.strategy import FSDP2FP8Strategy
 
 __version__ = _version("lightning-fp8-rocm")
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FP8Linear",
     "FP8Precision",
     "FP8Recipe",
+    "FSDP2FP8Strategy",
     "Operand",
     "Product",
     "convert",
@@ -33,6 +35,7 @@ _HOME = {
     "FP8Linear": "float8.linear",
     "FP8Precision": "pytorch.precision",
     "FP8Recipe": "float8.recipe",
+    "FSDP2FP8Strategy": "pytorch.strategy",
     "Operand": "float8.recipe",
     "Product": "float8.recipe",
     "convert": "float8.convert",

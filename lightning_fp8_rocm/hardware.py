@@ -60,6 +60,30 @@ class Hardware:
             return None
         return f"{self.bf16_tflops:g} TFLOPS bf16, {self.fp8_tflops:g} TFLOPS FP8 (dense peaks)"
 
+    def environment(self) -> dict[str, str]:
+        """Environment variables that AMD's training guides set for this hardware; none for others.
+
+        ``GPU_MAX_HW_QUEUES`` and ``HSA_NO_SCRATCH_RECLAIM`` are read when the GPU runtime starts: in the process that
+        launches the others that is over by then, so export them. Not measured on AMD hardware by this package.
+        Sources: https://rocm.docs.amd.com/en/latest/how-to/rocm-for-ai/training/, AMD-AGI/Primus
+        ``runner/helpers/envs``, ROCm/rccl#2104 (WarpSpeed gives NaN on gfx950).
+
+        >>> Hardware("AMD Instinct MI355X", "gfx950", "ocp").environment()["RCCL_WARP_SPEED_AUTO"]
+        '0'
+        >>> CPU.environment()
+        {}
+        """
+        if not self.arch.startswith("gfx"):
+            return {}
+        common = {
+            "GPU_MAX_HW_QUEUES": "2",  # overlap of communication and computation
+            "TORCH_NCCL_HIGH_PRIORITY": "1",
+            "RCCL_MSCCL_ENABLE": "0",  # against data corruption; gone from ROCm 7.13 on, and ignored there
+            "RCCL_MSCCLPP_ENABLE": "0",
+        }
+        of_arch = {"gfx942": {"HSA_NO_SCRATCH_RECLAIM": "1"}, "gfx950": {"RCCL_WARP_SPEED_AUTO": "0"}}
+        return common | of_arch.get(self.arch, {})
+
     def no_fp8_reason(self) -> str | None:
         """Why this hardware multiplies no FP8 matrices, and what to do instead; None where it does.
 

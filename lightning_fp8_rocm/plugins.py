@@ -1,23 +1,31 @@
-"""What our Precision does, written once for every flavour of Lightning. This module imports none of them, nor torchao.
+"""What our Precision and Strategy do, written once for every flavour of Lightning. This module imports none of them.
 
-The concrete classes (``pytorch/precision.py``, ``fabric/precision.py``) add what differs: who runs the module, where.
+The concrete classes (``pytorch/``, ``fabric/``) add what differs: who runs the module, where, and which hook calls
+what. Nor is torchao imported: constructing a plugin is too early for that.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fp8_rocm import hardware
+from lightning_fp8_rocm.distributed import fsdp, sharding, units
+from lightning_fp8_rocm.distributed.faults import raise_together, same_on_all_ranks
+from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns, choice_error
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
 
 if TYPE_CHECKING:
-    from lightning_fp8_rocm.float8.convert import ConversionReport  # annotations of it are quoted: see recipe.py
+    # Annotations of these are quoted: see recipe.py.
+    from lightning_fp8_rocm.distributed.all_gather import FP8AllGather
+    from lightning_fp8_rocm.float8.convert import ConversionReport
 
 log = logging.getLogger("lightning_fp8_rocm")
 if log.level == logging.NOTSET:
@@ -27,9 +35,11 @@ OnUnsupported = Literal["error", "bf16", "emulate"]
 WeightsDtype = Literal["float32", "bfloat16"]
 
 
-def _check(argument: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
+def _check(
+    argument: str, value: object, allowed: Sequence[object], hint: str = "", owner: str = "FP8Precision"
+) -> None:
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
-        raise choice_error("FP8Precision", argument, value, allowed, hint)
+        raise choice_error(owner, argument, value, allowed, hint)
 
 
 class FP8PrecisionMixin:
@@ -96,6 +106,10 @@ class FP8PrecisionMixin:
         """The devices of this host that the run uses, the one that will hold ``module`` first."""
         raise NotImplementedError
 
+    def _compiled_by_strategy(self, module: nn.Module) -> bool:
+        """Whether our strategy compiles the layers of ``module``, with the options that the recipe needs."""
+        return False
+
     # ---- hooks of Lightning's Precision, in the order of a run
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -147,7 +161,7 @@ class FP8PrecisionMixin:
             device=device,
         )
         self._undo.append(lambda: revert(module, keep=own))
-        if report.recipe.row_scaled:
+        if report.recipe.row_scaled and not self._compiled_by_strategy(module):
             self._undo.append(_emulate_precision_casts())
         if report != self.report:
             self.report = report
@@ -179,10 +193,15 @@ class FP8PrecisionMixin:
                     handle = layer.register_forward_pre_hook(_cast_floats_to_bf16, with_kwargs=True)
                     self._undo.append(handle.remove)
             return
-        for parameter in module.parameters():
-            # Frozen ones are no masters: an upcast would double the memory of a LoRA base.
-            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.to(torch.float32)
+        module._apply(_to_master)  # type: ignore[no-untyped-call]
+
+
+def _to_master(tensor: Tensor) -> Tensor:
+    """A trainable parameter in fp32. Frozen ones are no masters: an upcast would double the memory of a LoRA base."""
+    is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return (
+        tensor.to(torch.float32) if is_narrow and isinstance(tensor, nn.Parameter) and tensor.requires_grad else tensor
+    )
 
 
 def _cast_floats_to_bf16(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -296,3 +315,386 @@ def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile was asked for this module: in place, wrapped, or by Lightning."""
     wrapped = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiler_ctx", None) is not None
     return wrapped or module._compiled_call_impl is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The strategy
+
+_STRATEGY = "FSDP2FP8Strategy"
+_FSDP1 = {
+    "accelerator": "`Trainer(accelerator=...)`",
+    "parallel_devices": "`Trainer(devices=...)`",
+    "cluster_environment": "`Trainer(plugins=[...])`",
+    "checkpoint_io": "nothing: checkpoints are written by torch.distributed.checkpoint",
+    "precision_plugin": "`Trainer(precision=...)` or `Trainer(plugins=[FP8Precision(...)])`",
+    "mixed_precision": "`Trainer(precision=...)`, and `reduce_dtype` for the dtype in which gradients are reduced",
+    "activation_checkpointing": "`activation_checkpointing_policy`",
+    "sharding_strategy": "`reshard_after_forward=True` (FULL_SHARD), `reshard_after_forward=False` (SHARD_GRAD_OP),"
+    " `device_mesh=(replicate, shard)` (HYBRID_SHARD), or `strategy='ddp'` (NO_SHARD)",
+    "limit_all_gathers": "nothing: FSDP2 always limits them",
+    "use_orig_params": "nothing: FSDP2 always keeps the original parameters",
+    "sync_module_states": "nothing: every rank starts with the values of rank 0",
+    "param_init_fn": "a method `reset_parameters()` on modules that are built on the `meta` device",
+    "ignored_modules": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
+    "ignored_states": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
+    "ignored_parameters": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
+    "device_id": "`Trainer(accelerator=..., devices=...)`",
+    "process_group": "`device_mesh`",
+    "use_fp8_all_gather": "`fp8_all_gather`",
+    "save_distributed_checkpoint": "`state_dict_type`",
+    "data_parallel_size": "`device_mesh=(replicate, shard)`",
+    "tensor_parallel_size": "nothing: tensor parallelism is not supported",
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+ReduceDtype = Literal["float32", "bfloat16"]
+GradientSync = Literal["last", "every"]
+StateDictType = Literal["sharded", "full"]
+
+
+@dataclass(frozen=True)
+class ShardingReport:
+    """What :class:`FSDP2StrategyMixin` made of a model.
+
+    Args:
+        units: Names of the modules that are gathered together, innermost first.
+        ranks: Sizes of the mesh.
+        fp8_weights: How many weights travel in FP8.
+        gathered_bytes: What a rank receives, its own part included, when every unit is gathered once.
+        bf16_bytes: The same if all of it travelled in the compute dtype.
+        in_bf16: FP8 layers whose weight travels in bf16, each with the reason.
+    """
+
+    units: tuple[str, ...]
+    ranks: tuple[int, ...]
+    fp8_weights: int
+    gathered_bytes: int
+    bf16_bytes: int
+    in_bf16: Mapping[str, str]
+
+    def __str__(self) -> str:
+        ranks = " x ".join(str(size) for size in self.ranks)
+        if self.gathered_bytes == 0:
+            return f"FSDP2: {len(self.units)} units on {ranks} rank{'s' * (ranks != '1')}, nothing to gather."
+        text = (
+            f"FSDP2: {len(self.units)} units on {ranks} ranks; gathering every weight once moves"
+            f" {_bytes(self.gathered_bytes)}"
+        )
+        if self.fp8_weights:
+            text += f", {self.fp8_weights} weights in FP8 (all in bf16: {_bytes(self.bf16_bytes)})"
+        return text + "."
+
+
+def _bytes(count: int) -> str:
+    """Bytes for a person, in powers of ten.
+
+    >>> _bytes(980), _bytes(123_400), _bytes(16_060_000_000)
+    ('980 B', '123.4 kB', '16.1 GB')
+    """
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return f"{count} B"
+
+
+class FSDP2StrategyMixin:
+    """FSDP2 for any module, with the weights of FP8 layers gathered in FP8.
+
+    The precision is the Trainer's: ``"fp8-rocm"`` for FP8, ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"`` for the
+    same sharding without it. Constructing it asks no device and imports no torchao.
+
+    Args:
+        auto_wrap_policy: Which modules are gathered and freed together. ``"auto"``: the blocks of a model
+            (``_no_split_modules`` of a Hugging Face model, else the entries of each repeated ``ModuleList``); a
+            collection of classes or class names; or a function from a module to a bool. Direct children of the
+            module that hold further parameters are units besides.
+        activation_checkpointing_policy: What is recomputed in backward. ``"full"``: the blocks; ``"selective"``: the
+            blocks, but for every second matrix product, attention and the amaxes; or classes or class names.
+        fp8_all_gather: Whether the weights of FP8 layers travel in FP8. ``"auto"``: where the recipe allows;
+            ``True``: an error where it does not.
+        device_mesh: ``(replicate, shard)``: each ``shard`` ranks hold one copy of the model (HSDP). None: all ranks
+            together hold one.
+        reshard_after_forward: Whether gathered parameters are freed between forward and backward. None is torch's own
+            choice: all but the outermost unit's.
+        reduce_dtype: In which gradients are summed over ranks.
+        cpu_offload: Keep shards, gradients and optimizer states in the host's memory.
+        compile: Compile each block with ``torch.compile``. ``"auto"``: on GPUs; or the arguments of ``torch.compile``.
+        gradient_sync: Under ``accumulate_grad_batches``, reduce gradients at the ``"last"`` batch alone (keeps whole
+            gradients until then), or at ``"every"`` one (keeps shards).
+        forward_prefetch: How many blocks ahead parameters are gathered in forward; None is torch's own.
+        backward_prefetch: The same in backward.
+        state_dict_type: ``"sharded"``: a checkpoint is a directory to which each rank writes its part. ``"full"``: one
+            file, as on one device.
+        async_checkpoint: Whether training goes on while a checkpoint is written; not available yet.
+        process_group_backend: ``"nccl"`` (RCCL) on GPUs and ``"gloo"`` on CPUs by default.
+        timeout: After which a collective that a rank does not join is an error.
+
+    Raises:
+        TypeError: For an argument that FSDP2 does not have, naming what to use instead.
+        ValueError: For a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        auto_wrap_policy: AutoWrapPolicy,
+        activation_checkpointing_policy: Any,
+        fp8_all_gather: Literal["auto"] | bool,
+        device_mesh: tuple[int, int] | None,
+        reshard_after_forward: bool | None,
+        reduce_dtype: ReduceDtype,
+        cpu_offload: bool,
+        compile: Literal["auto"] | bool | dict[str, Any],
+        gradient_sync: GradientSync,
+        forward_prefetch: int | None,
+        backward_prefetch: int | None,
+        state_dict_type: StateDictType,
+        async_checkpoint: bool,
+        others: Mapping[str, Any],
+    ) -> None:
+        for name in others:
+            raise TypeError(
+                f"{_STRATEGY} has no argument `{name}`. Use {_FSDP1[name]} instead."
+                if name in _FSDP1
+                else f"{_STRATEGY} got an unexpected argument `{name}`."
+            )
+        _check_policies(auto_wrap_policy, activation_checkpointing_policy)
+        check = _for_strategy
+        check("fp8_all_gather", fp8_all_gather, ("auto", True, False))
+        smaller = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+        hint = " Resharding to a smaller group of ranks does not work with weights gathered in FP8." if smaller else ""
+        check("reshard_after_forward", reshard_after_forward, (None, True, False), hint)
+        check("reduce_dtype", reduce_dtype, get_args(ReduceDtype))
+        check("cpu_offload", cpu_offload, (True, False))
+        if not isinstance(compile, dict):
+            check(
+                "compile", compile, ("auto", True, False), " A dict of arguments of `torch.compile` is taken as well."
+            )
+        check("gradient_sync", gradient_sync, get_args(GradientSync))
+        check("state_dict_type", state_dict_type, get_args(StateDictType))
+        check("async_checkpoint", async_checkpoint, (False,), " Writing in the background is not available yet.")
+        for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
+            if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
+                raise ValueError(
+                    f"Expected argument `{name}` of {_STRATEGY} to be None or a number of blocks >= 0,"
+                    f" but got {depth!r}."
+                )
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.fp8_all_gather = fp8_all_gather
+        self.mesh_sizes = _check_mesh(device_mesh)
+        self.reshard_after_forward, self.reduce_dtype, self.cpu_offload = (
+            reshard_after_forward,
+            reduce_dtype,
+            cpu_offload,
+        )
+        self.compile, self.gradient_sync = compile, gradient_sync
+        self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
+        self.state_dict_type, self.async_checkpoint = state_dict_type, async_checkpoint
+        self.report: ShardingReport | None = None
+        """Units and bytes; None before setup."""
+        self._mesh: Any = None
+        self._gathers: FP8AllGather | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._trainable: tuple[bool, ...] = ()
+
+    # ---- setup
+
+    def compiles_on(self, device: torch.device) -> bool:
+        """Whether blocks are compiled there."""
+        return device.type == "cuda" if self.compile == "auto" else self.compile is not False
+
+    def shard_module(
+        self,
+        root: nn.Module,
+        convert: Callable[[nn.Module], nn.Module],
+        *,
+        device: torch.device,
+        param_dtype: torch.dtype | None,
+        manual_optimization: bool,
+    ) -> nn.Module:
+        """Convert, materialise, checkpoint, compile and shard ``root``, in that order.
+
+        What has been sharded before, by an earlier stage or by the user, is left as it is.
+        """
+        from lightning_fp8_rocm.float8.linear import FP8Linear
+
+        with raise_together("the setup of the model"):
+            root = convert(root)
+            planned = units.plan_units(root, self.auto_wrap_policy)
+            units.check_parameters(root, planned, manual_optimization=manual_optimization)
+            sharding.check_materialisable(root)
+            plan = sharding.ShardingPlan(
+                mesh=fsdp.mesh_of(root) or self._mesh,
+                device=device,
+                param_dtype=param_dtype,
+                reduce_dtype=_DTYPES[self.reduce_dtype],
+                reshard_after_forward=self.reshard_after_forward,
+                cpu_offload=self.cpu_offload,
+            )
+            sharding.check_sharded_before(planned, plan)
+        recipes = {layer.fp8_recipe for layer in root.modules() if isinstance(layer, FP8Linear)}
+        same_on_all_ranks(sorted(recipe.describe() for recipe in recipes), "the FP8 recipe and format")
+        with raise_together("the setup of the model"):
+            if self.activation_checkpointing_policy is not None:
+                self._undo.append(sharding.checkpoint_activations(planned, root, self.activation_checkpointing_policy))
+            blocks = [unit for unit in planned if unit.kind == "block"]
+            if self.compiles_on(device) and (blocks or self.compile != "auto"):
+                options = self.compile if isinstance(self.compile, dict) else {}
+                rows = any(recipe.row_scaled for recipe in recipes)
+                self._undo.append(sharding.compile_blocks(planned, options, emulate_precision_casts=rows))
+        sharding.shard(planned, plan)
+        sharding.move_others(root, device)
+        if self.forward_prefetch is not None or self.backward_prefetch is not None:
+            sharding.prefetch(planned, self.forward_prefetch, self.backward_prefetch)
+        fsdp.initialise(root)
+        self._mark(root, recipes)
+        self.report = self._describe(root)
+        return root
+
+    def activate_methods(self, root: nn.Module, steps: Sequence[str]) -> None:
+        """Let methods gather parameters, from now until :meth:`release`; during setup they are what the user wrote."""
+        for module in fsdp.units(root).values():
+            if module._compiled_call_impl is not None:
+                continue  # its methods are traced within its forward
+            self._undo.append(sharding.gather_in_methods(module))
+            self._undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+        self._undo.append(sharding.gather_in_methods(root, steps))
+
+    def release(self) -> None:
+        """Undo all but the sharding, which lasts: another Trainer over the module does what that one says."""
+        if self._gathers is not None:
+            self._gathers.unmark()
+            self._gathers = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _mark(self, root: nn.Module, recipes: "set[FP8Recipe]") -> None:
+        from lightning_fp8_rocm.distributed.all_gather import FP8AllGather
+
+        if self.fp8_all_gather is False or not recipes:
+            return
+        self._gathers = FP8AllGather(root)
+        refused = {name: why for name, why in self._gathers.in_bf16.items() if "nothing is gathered" not in why}
+        if self.fp8_all_gather is True and refused:
+            listed = "; ".join(f"{name!r}: {why}" for name, why in refused.items())
+            raise ValueError(
+                f"`fp8_all_gather=True`, but these weights cannot travel in FP8: {listed}. Choose another recipe, or"
+                " `fp8_all_gather='auto'` to gather those in bf16."
+            )
+
+    def _describe(self, root: nn.Module) -> ShardingReport:
+        in_fp8 = set(self._gathers.names) if self._gathers is not None else set()
+        owners = {id(module): name for name, module in root.named_modules()}
+        moved = in_bf16 = 0
+        for group in fsdp.groups(root):
+            for param in group.fsdp_params:
+                usual, fp8 = fsdp.gathered_bytes(param)
+                in_bf16 += usual
+                is_fp8 = owners.get(id(fsdp.owner(param))) in in_fp8 and fsdp.name_of(param) == "weight"
+                moved += fp8(self._gathers.is_row_scaled) if is_fp8 and self._gathers is not None else usual
+        mesh = fsdp.mesh_of(root)
+        return ShardingReport(
+            units=tuple(name or "(root)" for name in reversed(fsdp.units(root))),
+            ranks=tuple(mesh.shape) if mesh is not None else (1,),
+            fp8_weights=len(in_fp8),
+            gathered_bytes=moved,
+            bf16_bytes=in_bf16,
+            in_bf16=dict(self._gathers.in_bf16) if self._gathers is not None else {},
+        )
+
+    # ---- while a stage runs
+
+    @contextmanager
+    def step_of(self, root: nn.Module, *, weights_change: bool, trains: bool) -> Iterator[None]:
+        """The span of one step: everything is sharded when it begins, and scales are fresh."""
+        fsdp.reshard(root)  # a forward without a backward leaves the outermost unit gathered, with the weights of then
+        if trains:
+            self._follow_frozen(root)
+        gathers = self._gathers
+        with nullcontext() if gathers is None else gathers.step(weights_change=weights_change):
+            yield
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        """Nothing that was gathered or cast before counts any more."""
+        fsdp.reshard(root)
+        if self._gathers is not None:
+            self._gathers.forget()
+
+    @contextmanager
+    def without_gradient_sync(self, root: Any) -> Iterator[None]:
+        """Backward passes within it add to whole gradients, which are reduced after it."""
+        if self.gradient_sync == "every":
+            yield
+            return
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """A hook of the user may call a unit at any time, also after the marks were dropped."""
+        if self._gathers is not None and not self._gathers.in_step:
+            self._gathers.mark()
+
+    def _follow_frozen(self, root: nn.Module) -> None:
+        """FSDP2 reads once which parameters are trained; callbacks freeze and thaw them."""
+        now = tuple(parameter.requires_grad for parameter in root.parameters())
+        if self._trainable and now != self._trainable:
+            fsdp.follow_frozen(root)
+        self._trainable = now
+
+
+def _for_strategy(argument: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
+    _check(argument, value, allowed, hint, owner=_STRATEGY)
+
+
+def _check_policies(auto_wrap: object, checkpointing: object) -> None:
+    def are_classes(value: object) -> bool:
+        return (
+            isinstance(value, set | frozenset | list | tuple)
+            and len(value) > 0
+            and all(
+                isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module)) for entry in value
+            )
+        )
+
+    if auto_wrap != "auto" and not are_classes(auto_wrap) and (isinstance(auto_wrap, str) or not callable(auto_wrap)):
+        raise TypeError(
+            f"Expected argument `auto_wrap_policy` of {_STRATEGY} to be 'auto', a set of module classes or class names,"
+            f" or a function that takes a module and returns a bool, but got {auto_wrap!r}."
+        )
+    if checkpointing not in (None, "full", "selective") and not are_classes(checkpointing):
+        raise TypeError(
+            f"Expected argument `activation_checkpointing_policy` of {_STRATEGY} to be None, 'full', 'selective', or a"
+            f" set of module classes or class names, but got {checkpointing!r}."
+        )
+
+
+def _check_mesh(sizes: object) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    if (
+        not isinstance(sizes, tuple | list)
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and size > 0 for size in sizes)
+    ):
+        raise ValueError(
+            f"Expected argument `device_mesh` of {_STRATEGY} to be None or a pair (replicate, shard) of numbers of"
+            f" ranks, but got {sizes!r}."
+        )
+    return sizes[0], sizes[1]
+
+
+def set_environment(on: Hardware) -> dict[str, str]:
+    """Set what AMD advises for ``on``, where the user has not; before the process group starts.
+
+    Returns:
+        The variables that were set.
+    """
+    made = {name: value for name, value in on.environment().items() if name not in os.environ}
+    os.environ.update(made)
+    if made:
+        shown = " ".join(f"{name}={value}" for name, value in made.items())
+        rank_zero_info(f"Environment for {on.name} ({on.arch}), where it was not set: {shown}")
+    return made

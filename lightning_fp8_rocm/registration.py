@@ -1,7 +1,7 @@
-"""Teaches Lightning the name ``"fp8-rocm"``: the one place that touches Lightning's private parts.
+"""Teaches Lightning the names ``"fp8-rocm"`` and ``"fsdp2_fp8"``: the one place that touches its private parts.
 
-Lightning has a registry for strategies and none for precisions: its connectors compare the string with a ``Literal``.
-What we touch, in each flavour of Lightning, and why:
+Lightning has a registry for strategies, where ours is entered, and none for precisions: its connectors compare the
+string with a ``Literal``. What we touch for that, in each flavour of Lightning, and why:
 
 ===================================================================== ================================================
 ``_AcceleratorConnector._check_config_and_set_final_flags`` (Trainer) Runs before every check of ``precision``: here the
@@ -32,6 +32,7 @@ from typing import Any, Literal, get_args
 from lightning_fp8_rocm.versions import check_installed, installed, supported
 
 PRECISION = "fp8-rocm"
+STRATEGY = "fsdp2_fp8"
 _MARK = "_lightning_fp8_rocm"
 
 
@@ -50,6 +51,8 @@ class _Entry:
     precision: str  # the module with the class Precision
     plugin: str  # our module with the class FP8Precision
     distribution: str
+    registry: tuple[str, str] | None  # where strategies are entered by name
+    strategy: str = ""  # our module with the class FSDP2FP8Strategy
 
 
 _LITERALS = (
@@ -65,6 +68,8 @@ _ENTRIES = (
         precision="lightning.pytorch.plugins.precision",
         plugin="lightning_fp8_rocm.pytorch.precision",
         distribution="lightning",
+        registry=("lightning.pytorch.strategies", "StrategyRegistry"),
+        strategy="lightning_fp8_rocm.pytorch.strategy",
     ),
     _Entry(
         trigger="lightning.fabric.fabric",
@@ -74,6 +79,7 @@ _ENTRIES = (
         precision="lightning.fabric.plugins.precision",
         plugin="lightning_fp8_rocm.fabric.precision",
         distribution="lightning",
+        registry=None,
     ),
 )
 
@@ -94,6 +100,8 @@ def _teach(entry: _Entry) -> None:
         _accept_in_annotation(getattr(import_module(entry.trigger), entry.owner))
         for module, name in entry.literals:
             _accept_in_literal(import_module(module), name)
+        if entry.registry is not None:
+            _enter_strategy(getattr(import_module(entry.registry[0]), entry.registry[1]), entry)
     except (AttributeError, KeyError, ImportError) as missing:
         raise UnsupportedLightningError(
             f"lightning_fp8_rocm cannot teach {entry.distribution} {installed(entry.distribution)} the precision"
@@ -148,6 +156,15 @@ def _accept_in_literal(module: ModuleType, name: str) -> None:
         raise AttributeError(f"{module.__name__}.{name} is no Literal")
     if PRECISION not in values:
         setattr(module, name, Literal[(*values, PRECISION)])
+
+
+def _enter_strategy(registry: Any, entry: _Entry) -> None:
+    """Enter ``"fsdp2_fp8"``; asking the registry for it is what imports the class."""
+
+    def make(**arguments: Any) -> Any:
+        return import_module(entry.strategy).FSDP2FP8Strategy(**arguments)
+
+    registry.register(STRATEGY, make, description="FSDP2 with FP8 weight all-gather", override=True)
 
 
 class _WhenImported(MetaPathFinder):

@@ -1,6 +1,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "pytorch")]
 
 from ranks import ranks  # noqa: E402, F401, the fixture for every test

@@ -100,7 +100,9 @@ class Ranks:
         self._context = get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def __call__(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> Any:
+    def __call__(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any
+    ) -> Any:
         """Run ``function`` on ``world`` ranks; returns what they returned, by rank."""
         while len(self._ranks) < world:
             ours, theirs = self._context.Pipe()
@@ -133,7 +135,10 @@ class Ranks:
                     replies[rank] = (False, f"the process died, exit code {self._ranks[rank][0].exitcode}")
             if not ready:
                 for rank in waiting.values():
-                    replies[rank] = (False, "still running when the time was up" if failed else f"no answer in {timeout} s")
+                    replies[rank] = (
+                        False,
+                        "still running when the time was up" if failed else f"no answer in {timeout} s",
+                    )
                 break
         tracebacks = {rank: text for rank, (good, text) in sorted(replies.items()) if not good}
         if tracebacks:

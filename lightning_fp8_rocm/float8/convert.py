@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.float8.linear import FP8Linear
@@ -265,9 +267,18 @@ def too_small(recipe: FP8Recipe, out_features: int, in_features: int) -> bool:
     return not _auto_filter_for_recipe("rowwise" if recipe.row_scaled else "tensorwise", [])(layer, "")
 
 
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote: ``fully_shard`` puts one of its own in front, ``(FSDPLinear, FSDPModule, Linear)``.
+
+    >>> _own_class(nn.Linear(16, 16)).__name__
+    'Linear'
+    """
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
 def _why_never(layer: nn.Linear) -> str | None:
     """Why this layer cannot be FP8, whatever the user asks; None if it can."""
-    kind = type(layer)
+    kind = _own_class(layer)
     if kind.__name__ == "NonDynamicallyQuantizableLinear":
         return "MultiheadAttention reads its weight past its forward"
     if kind is not nn.Linear and kind is not FP8Linear:
@@ -340,7 +351,7 @@ def survey(
         if child in in_metrics:
             return "part of a metric"
         if not isinstance(child, nn.Linear):
-            return f"not an nn.Linear ({type(child).__name__})"
+            return f"not an nn.Linear ({_own_class(child).__name__})"
         never = _why_never(child)
         if never is not None:
             return never
@@ -360,7 +371,7 @@ def survey(
 
     layers = []
     for name, child, shape in weighted:
-        kind = "Linear" if type(child) is FP8Linear else type(child).__name__
+        kind = "Linear" if _own_class(child) is FP8Linear else _own_class(child).__name__
         pattern = _pattern(module, name) if name else ""
         layers.append(LayerReport(name, kind, *shape, reason=why_not(name, child, shape), pattern=pattern))
     uncounted = tuple(name for name, child in module.named_modules() if _holds_uncounted_weights(child))
@@ -455,12 +466,12 @@ def _set_fp8_layers(module: nn.Module, recipes: Mapping[nn.Module, FP8Recipe]) -
     """Make these layers of ``module`` FP8, each by its recipe, and no others."""
     for child in module.modules():
         if child in recipes:
-            child.__class__ = FP8Linear
+            _set_own_class(child, FP8Linear)
             child.fp8_recipe = recipes[child]  # type: ignore[assignment]
         elif isinstance(child, FP8Linear):
             for name in ("fp8_recipe", "_fp8_called"):
                 child.__dict__.pop(name, None)
-            child.__class__ = nn.Linear  # type: ignore[assignment]
+            _set_own_class(child, nn.Linear)
     for child in module.modules():
         for flag, value in child.__dict__.pop("_fp8_fast_path", {}).items():
             setattr(child, flag, value)
@@ -468,6 +479,17 @@ def _set_fp8_layers(module: nn.Module, recipes: Mapping[nn.Module, FP8Recipe]) -
             if isinstance(child, kind) and any(isinstance(below, FP8Linear) for below in child.modules()):
                 child.__dict__["_fp8_fast_path"] = {flag: getattr(child, flag)}
                 setattr(child, flag, off)
+
+
+def _set_own_class(module: nn.Module, own: type[nn.Module]) -> None:
+    """Change the class that :func:`_own_class` gives; a module that is sharded stays so."""
+    cls = type(module)
+    module.__class__ = _sharded_class(own, cls.__deepcopy__) if isinstance(module, FSDPModule) else own  # type: ignore[assignment, attr-defined]
+
+
+@cache
+def _sharded_class(own: type[nn.Module], no_deepcopy: object) -> type[nn.Module]:
+    return type(f"FSDP{own.__name__}", (FSDPModule, own), {"__deepcopy__": no_deepcopy})
 
 
 def _hardware_for(module: nn.Module, device: torch.device | None) -> list[hardware.Hardware]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
+from lightning_fp8_rocm.float8.gathered import GatheredWeight
 from lightning_fp8_rocm.float8.quantize import Quantized, pad_summed_dim, quantize, scaled_product
 from lightning_fp8_rocm.float8.recipe import FP8Recipe, Operand, Product
 
@@ -21,6 +22,11 @@ def _cast(tensor: Tensor, operand: Operand, recipe: FP8Recipe, *, row_dim: int) 
         row_dim=row_dim if operand.granularity == "row" else None,
         power_of_2=recipe.power_of_2_scales,
     )
+
+
+def _cast_weight(weight: Tensor, operand: Operand, recipe: FP8Recipe, *, row_dim: int) -> Quantized:
+    """A weight that was gathered in FP8 is cast already, as `gather_granularity` promised."""
+    return weight.quantized if isinstance(weight, GatheredWeight) else _cast(weight, operand, recipe, row_dim=row_dim)
 
 
 def _transposed(quantized: Quantized) -> Quantized:
@@ -37,7 +43,7 @@ def _output(rows: Tensor, weight: Tensor, recipe: FP8Recipe) -> Tensor:
     if recipe.output is None:
         return rows @ weight.t().to(rows.dtype)
     left = _cast(rows, recipe.output.left, recipe, row_dim=-1)
-    right = _transposed(_cast(weight, recipe.output.right, recipe, row_dim=-1))
+    right = _transposed(_cast_weight(weight, recipe.output.right, recipe, row_dim=-1))
     return _multiply(left, right, recipe.output, recipe, rows.dtype)
 
 
@@ -65,8 +71,15 @@ def _grad_input(grad_output: _GradOutput, weight: Tensor, recipe: FP8Recipe) -> 
     dtype = grad_output.rows.dtype
     if recipe.grad_input is None:
         return grad_output.rows @ weight.to(dtype)
+    if isinstance(weight, GatheredWeight) and weight.is_row_scaled:
+        # This product sums over the rows of the weight, whose scales therefore cannot leave it. They go into the other
+        # operand before that is cast: exact, since they are powers of two.
+        data, scale = weight.quantized
+        folded = grad_output.rows.to(torch.float32) / scale.t()
+        left = _cast(folded, recipe.grad_input.left, recipe, row_dim=-1)
+        return _multiply(left, (data, scale.new_ones(())), recipe.grad_input, recipe, dtype)
     left = grad_output.cast(recipe.grad_input.left, row_dim=-1)
-    right = _cast(weight, recipe.grad_input.right, recipe, row_dim=0)
+    right = _cast_weight(weight, recipe.grad_input.right, recipe, row_dim=0)
     return _multiply(left, right, recipe.grad_input, recipe, dtype)
 
 

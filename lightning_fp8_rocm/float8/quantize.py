@@ -58,9 +58,20 @@ def quantize(tensor: Tensor, dtype: torch.dtype, *, row_dim: int | None, power_o
     Returns:
         The data, of ``tensor``'s shape, and the scale in fp32. An amax under 1e-12 (torchao's ``EPS``) counts as that.
     """
-    scale = amax_to_scale(_amax(tensor.detach(), row_dim), dtype, round_scales_to_power_of_2=power_of_2)
-    # In fp32 whatever the input: bf16 times an fp32 scale is bf16 where the scale has no dimension, fp32 where it has.
-    return (tensor * (scale if scale.dim() else scale.view(1))).to(dtype), scale
+    scale = scales_of(_amax(tensor.detach(), row_dim), dtype, power_of_2=power_of_2)
+    return cast(tensor, scale, dtype), scale
+
+
+def scales_of(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool) -> Tensor:
+    """The fp32 scale for each largest magnitude, of ``amax``'s shape."""
+    scales: Tensor = amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_2)
+    return scales
+
+
+def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor * scale`` in an FP8 dtype, multiplied in fp32."""
+    # bf16 times an fp32 scale is bf16 where the scale has no dimension, and fp32 where it has.
+    return (tensor * (scale if scale.dim() else scale.view(1))).to(dtype)
 
 
 def _amax(tensor: Tensor, row_dim: int | None) -> Tensor:

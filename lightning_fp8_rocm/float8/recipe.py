@@ -181,6 +181,23 @@ class FP8Recipe:
         """Whether any operand has one scale a row."""
         return any("row" in (p.left.granularity, p.right.granularity) for p in self.products if p is not None)
 
+    @property
+    def gather_granularity(self) -> Granularity | None:
+        """How the weight can be scaled before it travels between ranks; None where it must travel in bf16.
+
+        The bytes that arrive are the right operand of two products, so both must want them. ``"tensor"``: both cast the
+        weight alike. ``"row"``: the output product wants one power-of-two scale a row, and the other product takes the
+        same bytes, with the scales folded into ``grad_output``.
+        """
+        if self.output is None or self.grad_input is None:
+            return None
+        ours, other = self.output.right, self.grad_input.right
+        if ours.element != other.element:
+            return None
+        if ours.granularity == "row":
+            return "row" if self.power_of_2_scales else None
+        return "tensor" if other.granularity == "tensor" else None
+
     def dtype(self, operand: Operand) -> torch.dtype:
         """The torch dtype to which ``operand`` is cast; the format must have been resolved."""
         if self.fp8_format == "auto":

@@ -12,8 +12,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_fp8_rocm.plugins import FP8PrecisionMixin
+from lightning_fp8_rocm.pytorch.strategy import FSDP2FP8Strategy
 
-_STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FSDP2FP8Strategy)
 
 
 class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
@@ -30,10 +31,16 @@ class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's
         if not isinstance(strategy, _STRATEGIES) or isinstance(strategy, DeepSpeedStrategy):
             raise TypeError(
                 f'`precision="fp8-rocm"` does not work with {type(strategy).__name__}, which would convert the layers'
-                " after it has sharded or copied them. Use strategy 'auto' or 'ddp'."
+                " after it has sharded or copied them. Use strategy 'auto', 'ddp' or 'fsdp2_fp8'."
             )
         others = getattr(strategy, "parallel_devices", None) or []
         return [strategy.root_device, *(device for device in others if device != strategy.root_device)]
+
+    @override
+    def _compiled_by_strategy(self, module: nn.Module) -> bool:
+        assert isinstance(module, LightningModule)
+        strategy = module.trainer.strategy
+        return isinstance(strategy, FSDP2FP8Strategy) and strategy.compiles_on(strategy.root_device)
 
     @override
     @contextmanager

@@ -1,0 +1,472 @@
+"""``Trainer(strategy="fsdp2_fp8")``."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fp8_rocm import hardware
+from lightning_fp8_rocm.distributed import checkpoint as files
+from lightning_fp8_rocm.distributed import sharding
+from lightning_fp8_rocm.distributed.faults import Watcher, raise_together
+from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
+from lightning_fp8_rocm.plugins import (
+    FP8PrecisionMixin,
+    FSDP2StrategyMixin,
+    GradientSync,
+    ReduceDtype,
+    StateDictType,
+    set_environment,
+)
+
+
+class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the mixin's
+    __doc__ = FSDP2StrategyMixin.__doc__
+
+    strategy_name = "fsdp2_fp8"
+    is_distributed = True
+    """Lightning asks: whether ranks get different batches, and ``self.log(..., sync_dist=True)`` has somebody to ask."""
+
+    def __init__(
+        self,
+        auto_wrap_policy: Literal["auto"] | set[type[nn.Module] | str] | Callable[[nn.Module], bool] = "auto",
+        activation_checkpointing_policy: Literal["full", "selective"] | set[type[nn.Module] | str] | None = None,
+        fp8_all_gather: Literal["auto"] | bool = "auto",
+        device_mesh: tuple[int, int] | None = None,
+        reshard_after_forward: bool | None = None,
+        reduce_dtype: ReduceDtype = "float32",
+        cpu_offload: bool = False,
+        compile: Literal["auto"] | bool | dict[str, Any] = "auto",
+        gradient_sync: GradientSync = "last",
+        forward_prefetch: int | None = None,
+        backward_prefetch: int | None = None,
+        state_dict_type: StateDictType = "sharded",
+        async_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **others: Any,
+    ) -> None:
+        policy: AutoWrapPolicy = auto_wrap_policy
+        FSDP2StrategyMixin.__init__(
+            self,
+            policy,
+            activation_checkpointing_policy,
+            fp8_all_gather,
+            device_mesh,
+            reshard_after_forward,
+            reduce_dtype,
+            cpu_offload,
+            compile,
+            gradient_sync,
+            forward_prefetch,
+            backward_prefetch,
+            state_dict_type,
+            async_checkpoint,
+            others,
+        )
+        self._precision: Precision | None = None
+        ParallelStrategy.__init__(self)
+        self.num_nodes = 1
+        self._process_group_backend, self._timeout = process_group_backend, timeout
+        self._watcher = Watcher()
+
+    # ---- who and where
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision if self._precision is not None else Precision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Not kept where Lightning looks whether a strategy "carries a precision": it would let that one win, silently,
+        # over the one of a second Trainer.
+        if precision_plugin is None:
+            return
+        if self.accelerator is None:
+            raise TypeError(
+                f"The precision is no part of {type(self).__name__}. Pass it to the Trainer:"
+                ' `Trainer(precision="fp8-rocm")`, or `Trainer(plugins=[FP8Precision(...)])`.'
+            )
+        _param_dtype(precision_plugin)
+        self._precision = precision_plugin
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks; ``LightningModule.device_mesh`` is the same."""
+        if self._mesh is None:
+            raise RuntimeError("The device mesh exists from `setup` on: ask for it in `configure_model` or later.")
+        mesh: DeviceMesh = self._mesh
+        return mesh
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend in use, or the one that was asked for."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    # ---- hooks in the order of a run
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        self._refuse_what_cannot_be_sharded()
+        device = self.root_device
+        if device.type not in ("cuda", "cpu"):
+            raise ValueError(f"{type(self).__name__} runs on GPUs (ROCm, CUDA) and CPUs, but the device is {device}.")
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if device.type == "cuda":
+            set_environment(hardware.of_device(device))
+        assert self.cluster_environment is not None
+        if self._process_group_backend is None:
+            backend = _get_default_process_group_backend_for_device(device)
+            # The norm of gradients that lie in the host's memory is reduced there.
+            self._process_group_backend = (
+                f"cpu:gloo,cuda:{backend}" if self.cpu_offload and backend != "gloo" else backend
+            )
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        if self._mesh is None or self._mesh_is_of_another_group():
+            self._mesh = sharding.make_mesh(device.type, self.world_size, self.mesh_sizes)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh
+        self._watcher.start()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        # FSDP2 and tensor subclasses fail under it, and the weights it gathered cannot be trained afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        self.model = self.shard_module(
+            self.lightning_module,
+            self.precision_plugin.convert_module,
+            device=self.root_device,
+            param_dtype=_param_dtype(self.precision_plugin),
+            manual_optimization=trainer.state.fn == TrainerFn.FITTING
+            and not self.lightning_module.automatic_optimization,
+        )
+        self._tell(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self.activate_methods(self.lightning_module, sharding.STEPS)
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        self._reset_optimizers_and_schedulers()
+        with raise_together("`configure_optimizers`"):
+            super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._after_step)
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: each unit was moved before it was sharded."""
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Materialisation happens in `setup`.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization
+        with self.step_of(self.lightning_module, weights_change=manual, trains=True):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.without_gradient_sync(self.model):
+            yield
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if not isinstance(exception, SIGTERMException):
+            self._watcher.announce(exception)
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._watcher.stop()
+        self.release()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ---- collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # ---- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        self._share_buffers()
+        return files.model_state(self.model, full=self.state_dict_type == "full")
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded it."""
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return files.optimizer_state(self.model, plain, full=self.state_dict_type == "full")
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded it."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not supported: checkpoints are"
+                " written by torch.distributed.checkpoint, not by a `CheckpointIO`. Leave `storage_options` out."
+            )
+        path = self.broadcast(filepath)  # all write to one place
+        if self.state_dict_type == "full":
+            with raise_together(f"saving {path}"):
+                super().save_checkpoint(checkpoint, path)
+            return
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer_state
+        files.save_sharded(path, state, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        path = self.broadcast(checkpoint_path)
+        with raise_together(f"loading {path}"):
+            files.check_readable(path)
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return files.load(
+            path,
+            self.model,
+            self.optimizers if is_fitting else [],
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    # ---- how
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for function in (pl_rank_zero_only, utils_rank_zero_only):
+            function.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _refuse_what_cannot_be_sharded(self) -> None:
+        assert self.lightning_module is not None
+        if self._layer_sync is not None:
+            raise ValueError(
+                f"`Trainer(sync_batchnorm=True)` is not supported by {type(self).__name__}. Pass `sync_batchnorm=False`"
+                " and use a normalisation without statistics over the batch (LayerNorm, GroupNorm, RMSNorm), or"
+                " `strategy='ddp'`."
+            )
+        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"The callback {type(callback).__name__} copies the whole model, which {type(self).__name__} has"
+                    " sharded. Remove it, or average the weights of the checkpoints after training."
+                )
+
+    def _mesh_is_of_another_group(self) -> bool:
+        """Whether the process group was destroyed and made anew since the mesh was made."""
+        try:
+            self._mesh.get_group(0) if self._mesh.ndim == 1 else self._mesh.get_group("shard")
+        except (RuntimeError, ValueError, KeyError):
+            return True
+        return bool(self._mesh.size() != self.world_size)
+
+    def _tell(self, trainer: "pl.Trainer") -> None:
+        """One line, and the same for the loggers: what runs here, and how."""
+        assert self.report is not None
+        facts: dict[str, Any] = {
+            "strategy": self.strategy_name,
+            "precision": str(self.precision_plugin.precision),
+            "fsdp2_units": len(self.report.units),
+            "ranks": "x".join(str(size) for size in self.report.ranks),
+            "gathered_bytes": self.report.gathered_bytes,
+            "gathered_bytes_in_bf16": self.report.bf16_bytes,
+        }
+        line = f"{self.report}"
+        converted = getattr(self.precision_plugin, "report", None)
+        if converted is not None:
+            recipe = converted.recipe
+            facts |= {
+                "fp8_recipe": recipe.name,
+                "fp8_format": recipe.fp8_format,
+                "fp8_emulated": recipe.emulate,
+                "fp8_share": converted.fp8_share,
+                "fp8_weights_gathered": self.report.fp8_weights,
+            }
+            emulated = ", emulated" if recipe.emulate else ""
+            line = (
+                f"FP8 recipe {recipe.name}, format {recipe.fp8_format}{emulated}, {converted.fp8_share:.1%} of the"
+                f" multiply-adds. {line}"
+            )
+        if facts != getattr(self, "_told", None):
+            self._told = facts
+            rank_zero_info(line)
+            for logger in trainer.loggers:
+                logger.log_hyperparams({f"fp8_rocm/{name}": value for name, value in facts.items()})
+
+    def _after_step(self, *_: Any) -> None:
+        assert self.lightning_module is not None
+        self.after_optimizer_step(self.lightning_module)
+
+    @contextmanager
+    def _evaluation_step(self) -> Generator[None, None, None]:
+        assert self.lightning_module is not None
+        with self.step_of(self.lightning_module, weights_change=False, trains=False):
+            yield
+
+    def _share_buffers(self) -> None:
+        assert self.lightning_module is not None
+        sharding.broadcast_buffers(self.lightning_module)
+
+
+def _param_dtype(precision: Precision) -> torch.dtype | None:
+    """In what dtype gathered parameters are computed with, under one of the precisions that FSDP2 can shard."""
+    if isinstance(precision, FP8PrecisionMixin):
+        return torch.bfloat16
+    if type(precision) is Precision:
+        return None
+    if isinstance(precision, MixedPrecision | HalfPrecision) and precision.precision.startswith("bf16"):
+        return torch.bfloat16
+    raise ValueError(
+        f'`strategy="fsdp2_fp8"` does not work with the precision {precision.precision!r}'
+        f" ({type(precision).__name__}). Allowed: 'fp8-rocm', 'bf16-mixed', 'bf16-true', '32-true'."
+    )
