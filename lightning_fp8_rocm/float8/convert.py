@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.float8.linear import FP8Linear
@@ -267,13 +266,18 @@ def too_small(recipe: FP8Recipe, out_features: int, in_features: int) -> bool:
     return not _auto_filter_for_recipe("rowwise" if recipe.row_scaled else "tensorwise", [])(layer, "")
 
 
+def _is_sharded_class(cls: type) -> bool:
+    """Whether ``fully_shard`` made this class: ``(FSDPLinear, FSDPModule, Linear)``. By name, for this room knows none."""
+    return len(cls.__mro__) > 2 and cls.__mro__[1].__name__ == "FSDPModule"
+
+
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user wrote: ``fully_shard`` puts one of its own in front, ``(FSDPLinear, FSDPModule, Linear)``.
+    """The class that the user wrote, also where the module itself is sharded.
 
     >>> _own_class(nn.Linear(16, 16)).__name__
     'Linear'
     """
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    return type(module).__mro__[2] if _is_sharded_class(type(module)) else type(module)
 
 
 def _why_never(layer: nn.Linear) -> str | None:
@@ -483,13 +487,13 @@ def _set_fp8_layers(module: nn.Module, recipes: Mapping[nn.Module, FP8Recipe]) -
 
 def _set_own_class(module: nn.Module, own: type[nn.Module]) -> None:
     """Change the class that :func:`_own_class` gives; a module that is sharded stays so."""
-    cls = type(module)
-    module.__class__ = _sharded_class(own, cls.__deepcopy__) if isinstance(module, FSDPModule) else own  # type: ignore[assignment, attr-defined]
+    cls: Any = type(module)
+    module.__class__ = _sharded_class(own, cls.__mro__[1], cls.__deepcopy__) if _is_sharded_class(cls) else own
 
 
 @cache
-def _sharded_class(own: type[nn.Module], no_deepcopy: object) -> type[nn.Module]:
-    return type(f"FSDP{own.__name__}", (FSDPModule, own), {"__deepcopy__": no_deepcopy})
+def _sharded_class(own: Any, fsdp_module: Any, no_deepcopy: Any) -> type[nn.Module]:
+    return type(f"FSDP{own.__name__}", (fsdp_module, own), {"__deepcopy__": no_deepcopy})
 
 
 def _hardware_for(module: nn.Module, device: torch.device | None) -> list[hardware.Hardware]:
