@@ -1,7 +1,7 @@
 """FP8 training for PyTorch Lightning on AMD Instinct GPUs.
 
-Importing this package teaches Lightning ``precision="fp8-rocm"`` and ``strategy="fsdp2_fp8"``; it imports neither Lightning nor torchao. The
-names below are imported when they are asked for.
+Importing this package teaches Lightning ``precision="fp8-rocm"`` and ``strategy="fsdp2_fp8"``; it imports neither
+Lightning nor torchao. The names below are imported when they are asked for.
 """
 
 from importlib import import_module

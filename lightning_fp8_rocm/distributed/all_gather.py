@@ -1,7 +1,7 @@
 """FSDP2's weight all-gather in FP8: the marked shard that travels in one byte an element, and who keeps its scale.
 
-After ``fully_shard`` the local shard of an FP8 weight becomes a :class:`MarkedShard`: ordinary storage, no table of ops,
-and the two hooks by which FSDP2 lets a tensor choose what travels. So optimizers, clipping and checkpoints see an
+After ``fully_shard`` the local shard of an FP8 weight becomes a :class:`MarkedShard`: ordinary storage, no table of
+ops, and the two hooks by which FSDP2 lets a tensor choose what travels. So optimizers, clipping and checkpoints see an
 ordinary tensor. What arrives is a :class:`~lightning_fp8_rocm.float8.gathered.GatheredWeight`.
 
 ============ ============================= ==================================== ===================================
@@ -134,7 +134,7 @@ class _Weight:
 
     def _cast(self, shard: Tensor, in_backward: bool) -> None:
         recipe = self.layer.fp8_recipe
-        rows, columns = fsdp.full_shape(self.param)
+        rows = fsdp.full_shape(self.param)[0]
         missing = -(-rows // fsdp.shard_mesh(self.param).size()) - shard.shape[0]
         if self.is_row_scaled:
             # A rank without rows sends zeros; amax over no columns would be an error, and there always are some.
@@ -142,10 +142,10 @@ class _Weight:
             scales = torch.cat([scales, scales.new_ones(missing, 1)]) if missing else scales
             self.sent = (_pad_rows(data.view(torch.uint8), missing), scales.view(-1))
             return
-        if self.scale is None or not (in_backward or self.gathers.in_step):
+        is_fresh = self.scale is not None and (in_backward or self.gathers.in_step or self is not self.siblings[0])
+        if not is_fresh:
             # FSDP2 asks the weights of a unit in their order: the first asks for all, in one collective.
-            if self is self.siblings[0] or self.scale is None:
-                _agree_on_scales(self.siblings)
+            _agree_on_scales(self.siblings)
         assert self.scale is not None
         self.sent = (_pad_rows(cast(shard, self.scale, self.dtype).view(torch.uint8), missing),)
 
@@ -157,7 +157,7 @@ class _Weight:
             if scale is not None:
                 out._scale = scale
             return None
-        rows, _ = fsdp.full_shape(self.param)
+        rows = fsdp.full_shape(self.param)[0]
         data = outputs[0].view(self.dtype)[:rows]
         of_rows = outputs[1][:rows].unsqueeze(-1) if scale is None else scale
         return GatheredWeight(data, of_rows, param_dtype), outputs
@@ -247,7 +247,7 @@ class FP8AllGather:
         return any(weight.is_row_scaled for weight in self._weights)
 
     def mark(self) -> None:
-        """Set again the marks that ``.to(dtype)`` or ``load_state_dict(assign=True)`` dropped, without communication."""
+        """Set the marks that ``.to(dtype)`` or ``load_state_dict(assign=True)`` dropped; nothing is communicated."""
         for weight in self._weights:
             weight.mark()
 

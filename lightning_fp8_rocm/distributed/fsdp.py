@@ -2,21 +2,28 @@
 
 What we touch, and why:
 
-==================================================== ===================================================================
-``FSDPModule._get_fsdp_state()``                      Which parameters a unit gathers together, and on which ranks: there
-``FSDPState._fsdp_param_groups``                      is no public way from a module to its shards.
-``FSDPParam._module_info``, ``._orig_size``,
-``._shard_mesh``, ``.sharded_param``, ``.device``
-``DTensor._local_tensor``                             ``to_local()`` makes a new tensor; the shard itself must be marked.
-``FSDPParam._init_extensions()``                      A shard is marked after FSDP2 looked for its hooks.
-``FSDPParam._unsharded_param``,                       What was gathered before a shard was marked or unmarked is of
-``.all_gather_outputs``, ``._unsharded_inner_tensors`` another kind than what will be.
-``FSDPState._lazy_init()``                            Else a child that a hook calls before the first step becomes root.
-``FSDPParamGroup._init_mp_dtypes()``                  Read once, before parameters were thawed.
-``FSDPState._training_state``                         Whether a unit is within its forward: a method called there is plain.
-``FSDPParamGroup.post_forward_mesh_info``             A forward within a method of the same unit must leave it gathered.
-``FSDPParamGroup.is_unsharded``                       Whether a parameter is gathered at the moment.
-==================================================== ===================================================================
+``FSDPModule._get_fsdp_state()._fsdp_param_groups``, ``FSDPParamGroup.fsdp_params``, and of ``FSDPParam``:
+``_module_info``, ``_orig_size``, ``shard_mesh``, ``padded_sharded_param_size``, ``param_dtype``, ``sharded_param``,
+``device``
+    Which parameters a unit gathers together, and on which ranks: there is no public way from a module to its shards.
+``DTensor._local_tensor``
+    ``to_local()`` makes a new tensor; the shard itself must be marked.
+``FSDPParam._init_extensions()``
+    A shard is marked after FSDP2 looked for its hooks.
+``FSDPParam._unsharded_param``, ``._extensions_data``, ``.all_gather_outputs``
+    What was gathered before a shard was marked or unmarked is of another kind than what will be.
+``FSDPState._lazy_init()``
+    Else a child that a hook calls before the first step makes itself the root, and the first step fails.
+``FSDPParamGroup._init_mp_dtypes()``
+    FSDP2 reads once which parameters are trained, and callbacks thaw them.
+``FSDPState._training_state``
+    Whether a unit is within its forward: a method called there is plain.
+``FSDPParamGroup.post_forward_mesh_info``
+    A forward within a method of the same unit must leave it gathered.
+``FSDPParamGroup.is_unsharded``
+    Whether a parameter is gathered at the moment.
+``FSDPState._mp_policy``
+    For what dtype an earlier Trainer sharded a module.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +82,11 @@ def name_of(param: Param) -> str:
 
 
 def gathered_bytes(param: Param) -> tuple[int, Callable[[bool], int]]:
-    """Bytes of one gather on each rank, padding and its own part included: as usual, and in FP8 with row scales or not."""
+    """Bytes of one gather on each rank, padding and its own part included.
+
+    Returns:
+        As FSDP2 gathers by itself; and a function that says it for FP8, with row scales or without.
+    """
     ranks = shard_mesh(param).size()
     if ranks == 1:
         return 0, lambda rows: 0

@@ -267,7 +267,7 @@ def too_small(recipe: FP8Recipe, out_features: int, in_features: int) -> bool:
 
 
 def _is_sharded_class(cls: type) -> bool:
-    """Whether ``fully_shard`` made this class: ``(FSDPLinear, FSDPModule, Linear)``. By name, for this room knows none."""
+    """Whether ``fully_shard`` made it: ``(FSDPLinear, FSDPModule, Linear)``. By name, for this room knows no FSDP."""
     return len(cls.__mro__) > 2 and cls.__mro__[1].__name__ == "FSDPModule"
 
 
@@ -488,7 +488,10 @@ def _set_fp8_layers(module: nn.Module, recipes: Mapping[nn.Module, FP8Recipe]) -
 def _set_own_class(module: nn.Module, own: type[nn.Module]) -> None:
     """Change the class that :func:`_own_class` gives; a module that is sharded stays so."""
     cls: Any = type(module)
-    module.__class__ = _sharded_class(own, cls.__mro__[1], cls.__deepcopy__) if _is_sharded_class(cls) else own
+    new: Any = own
+    if _is_sharded_class(cls):
+        new = _sharded_class(new, cls.__mro__[1], cls.__deepcopy__)
+    module.__class__ = new
 
 
 @cache

@@ -23,8 +23,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only  # type: ignore[attr-defined]
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only  # type: ignore[attr-defined]
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
 
     strategy_name = "fsdp2_fp8"
     is_distributed = True
-    """Lightning asks: whether ranks get different batches, and ``self.log(..., sync_dist=True)`` has somebody to ask."""
+    """Lightning asks: whether ranks get batches of their own, and ``self.log(..., sync_dist=True)`` reduces."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self.num_nodes = 1
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._watcher = Watcher()
+        self._says_goodbye = True
 
     # ---- who and where
 
@@ -286,6 +287,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        # A rank that is interrupted leaves alone: without a goodbye, the watchers of the others end them.
+        self._says_goodbye = not isinstance(exception, KeyboardInterrupt | SystemExit)
         if not isinstance(exception, SIGTERMException):
             self._watcher.announce(exception)
 
@@ -293,7 +296,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._watcher.stop()
+        if self._says_goodbye:
+            self._watcher.stop()
         self.release()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -366,16 +370,16 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         assert self.model is not None
         assert self.lightning_module is not None
         path = self.broadcast(checkpoint_path)
-        with raise_together(f"loading {path}"):
-            files.check_readable(path)
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return files.load(
-            path,
-            self.model,
-            self.optimizers if is_fitting else [],
-            strict=self.lightning_module.strict_loading,
-            weights_only=weights_only,
-        )
+        with raise_together(f"loading {path}"):  # reading needs no collectives
+            files.check_readable(path)
+            return files.load(
+                path,
+                self.model,
+                self.optimizers if is_fitting else [],
+                strict=self.lightning_module.strict_loading,
+                weights_only=weights_only,
+            )
 
     # ---- how
 
