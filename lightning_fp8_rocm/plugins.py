@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fp8_rocm import hardware
@@ -129,7 +129,9 @@ class FP8PrecisionMixin:
         """Autocast to bf16 around a step where the masters are fp32; nothing where the module itself is bf16."""
         if self.weights_dtype == "bfloat16":
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=torch.bfloat16)
+        # Its cache of cast weights knows neither of an optimizer that steps within the step (manual optimization) nor
+        # of a cast made under `no_grad`, which it would hand to a forward that is to train the weight.
+        return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=not torch.is_grad_enabled())
 
     def teardown(self) -> None:
         """Give every layer the class that it had before: a second Trainer over the module runs what it says."""
@@ -551,13 +553,16 @@ class FSDP2StrategyMixin:
         self.report = self._describe(root)
         return root
 
-    def activate_methods(self, root: nn.Module, steps: Sequence[str]) -> None:
+    def activate_methods(self, root: nn.Module, *, manual_optimization: bool) -> None:
         """Let methods gather parameters, from now until :meth:`release`; during setup they are what the user wrote."""
         for module in fsdp.units(root).values():
             if module._compiled_call_impl is not None:
                 continue  # its methods are traced within its forward
             self._undo.append(sharding.gather_in_methods(module))
             self._undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+        # Under manual optimization the root owns nothing that a training step could read. Were the step a forward of
+        # it, units would be gathered without waiting for the optimizer that stepped within it.
+        steps = [name for name in sharding.STEPS if not manual_optimization or name != "training_step"]
         self._undo.append(sharding.gather_in_methods(root, steps))
 
     def release(self) -> None:
@@ -696,5 +701,14 @@ def set_environment(on: Hardware) -> dict[str, str]:
     os.environ.update(made)
     if made:
         shown = " ".join(f"{name}={value}" for name, value in made.items())
-        rank_zero_info(f"Environment for {on.name} ({on.arch}), where it was not set: {shown}")
+        say(f"Environment for {on.name} ({on.arch}), where it was not set: {shown}")
     return made
+
+
+@rank_zero_only
+def say(line: str) -> None:
+    """One line on rank 0, unless the user turned this package's logger down."""
+    if log.isEnabledFor(logging.INFO):
+        from rich.console import Console
+
+        Console().print(line, highlight=False, soft_wrap=True)

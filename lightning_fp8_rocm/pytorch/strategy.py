@@ -25,7 +25,6 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only  # type: ignore[attr-defined]
-from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -44,6 +43,7 @@ from lightning_fp8_rocm.plugins import (
     GradientSync,
     ReduceDtype,
     StateDictType,
+    say,
     set_environment,
 )
 
@@ -220,7 +220,9 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self.activate_methods(self.lightning_module, sharding.STEPS)
+        self.activate_methods(
+            self.lightning_module, manual_optimization=not self.lightning_module.automatic_optimization
+        )
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -443,7 +445,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             )
         if facts != getattr(self, "_told", None):
             self._told = facts
-            rank_zero_info(line)
+            say(line)
             for logger in trainer.loggers:
                 logger.log_hyperparams({f"fp8_rocm/{name}": value for name, value in facts.items()})
 

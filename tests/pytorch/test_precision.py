@@ -651,3 +651,35 @@ def test_a_strategy_that_would_convert_too_late_is_refused_by_name() -> None:
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
     with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.*'auto' or 'ddp'"):
         trainer(strategy=strategy).fit(Sharded(), batches())
+
+
+class ReadsTwice(Blocks):
+    """Under manual optimization: an optimizer steps between two forwards of one step, the first without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.outputs: list[torch.Tensor] = []
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            self(batch[0])
+        for _ in range(2):
+            output = self(batch[0])
+            self.outputs.append(output.detach().float())
+            optimizer.zero_grad()
+            self.manual_backward(output.float().square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=1.0)  # the head is no FP8 layer: autocast casts its weight
+
+
+def test_within_one_step_a_cast_weight_is_never_that_of_before_an_optimizer_step_or_without_its_gradient() -> None:
+    module = ReadsTwice()
+    before = module.head.weight.detach().clone()
+    trainer(max_steps=2, max_epochs=1).fit(module, batches())
+    assert not module.head.weight.equal(before)  # trained, although its first use in the step was under no_grad
+    first, second = module.outputs[:2]
+    assert (first - second).norm() > 0.1 * first.norm()  # the second forward has the weight that the first step left
