@@ -4,11 +4,13 @@ The concrete classes (``pytorch/``, ``fabric/``) add what differs: who runs the 
 what. Nor is torchao imported: constructing a plugin is too early for that.
 """
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -339,9 +341,15 @@ _FSDP1 = {
     "param_init_fn": "a method `reset_parameters()` on modules that are built on the `meta` device",
     "ignored_modules": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
     "ignored_states": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
+    "ignored_params": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
     "ignored_parameters": "nothing: a parameter outside FSDP2 would diverge; freeze it instead",
     "device_id": "`Trainer(accelerator=..., devices=...)`",
     "process_group": "`device_mesh`",
+    "mesh": "`device_mesh`",
+    "dp_mesh_dims": "`device_mesh`",
+    "mp_policy": "`Trainer(precision=...)`, and `reduce_dtype` for the dtype in which gradients are reduced",
+    "offload_policy": "`cpu_offload`",
+    "shard_placement_fn": "nothing: the rows of a weight lie whole on one rank, which row scales need",
     "use_fp8_all_gather": "`fp8_all_gather`",
     "save_distributed_checkpoint": "`state_dict_type`",
     "data_parallel_size": "`device_mesh=(replicate, shard)`",
@@ -453,11 +461,12 @@ class FSDP2StrategyMixin:
         async_checkpoint: bool,
         others: Mapping[str, Any],
     ) -> None:
+        known = [name for name in inspect.signature(type(self)).parameters if name != "others"]
         for name in others:
             raise TypeError(
                 f"{_STRATEGY} has no argument `{name}`. Use {_FSDP1[name]} instead."
                 if name in _FSDP1
-                else f"{_STRATEGY} got an unexpected argument `{name}`."
+                else f"{_STRATEGY} got an unexpected argument `{name}`. It has {', '.join(map(repr, known))}."
             )
         _check_policies(auto_wrap_policy, activation_checkpointing_policy)
         check = _for_strategy
@@ -664,7 +673,8 @@ def _check_policies(auto_wrap: object, checkpointing: object) -> None:
             )
         )
 
-    if auto_wrap != "auto" and not are_classes(auto_wrap) and (isinstance(auto_wrap, str) or not callable(auto_wrap)):
+    is_function = callable(auto_wrap) and not isinstance(auto_wrap, type | nn.Module)
+    if auto_wrap != "auto" and not are_classes(auto_wrap) and not is_function:
         raise TypeError(
             f"Expected argument `auto_wrap_policy` of {_STRATEGY} to be 'auto', a set of module classes or class names,"
             f" or a function that takes a module and returns a bool, but got {auto_wrap!r}."
@@ -682,13 +692,26 @@ def _check_mesh(sizes: object) -> tuple[int, int] | None:
     if (
         not isinstance(sizes, tuple | list)
         or len(sizes) != 2
-        or not all(isinstance(size, int) and size > 0 for size in sizes)
+        or not all(type(size) is int and size > 0 for size in sizes)
     ):
         raise ValueError(
             f"Expected argument `device_mesh` of {_STRATEGY} to be None or a pair (replicate, shard) of numbers of"
             f" ranks, but got {sizes!r}."
         )
     return sizes[0], sizes[1]
+
+
+def check_process_group(backend: object, timeout: object) -> None:
+    """Refuse what `init_process_group` would only refuse on every rank, after the launch."""
+    if backend is not None and (not isinstance(backend, str) or not backend):
+        raise TypeError(
+            f"Expected argument `process_group_backend` of {_STRATEGY} to be None or the name of a backend ('nccl',"
+            f" 'gloo', 'cpu:gloo,cuda:nccl'), but got {backend!r}."
+        )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"Expected argument `timeout` of {_STRATEGY} to be None or a `datetime.timedelta`, but got {timeout!r}."
+        )
 
 
 def set_environment(on: Hardware) -> dict[str, str]:

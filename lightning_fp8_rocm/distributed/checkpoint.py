@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -265,6 +266,19 @@ def _clear(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for old in (path / META_NAME, path / _DCP_METADATA_NAME, *path.glob("__*.distcp")):
         old.unlink(missing_ok=True)
+
+
+def make_way_for_file(path: str | os.PathLike[str]) -> None:
+    """Remove a sharded checkpoint that stands where one file is to be written; on one rank.
+
+    Raises:
+        IsADirectoryError: If the directory is no checkpoint.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if not (path / META_NAME).is_file():
+            raise IsADirectoryError(f"Cannot write the checkpoint {str(path)!r}: a directory of that name is there.")
+        shutil.rmtree(path)
 
 
 def _write_synced(value: object, path: Path) -> None:

@@ -9,6 +9,14 @@ from torch import Tensor
 from lightning_fp8_rocm.float8.quantize import Quantized, dequantize
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+# These ask for shape, dtype and device alone. FSDP2 makes zero gradients for weights whose storage it has freed, and to
+# read those would end the process.
+_LIKE = {
+    getattr(torch.ops.aten, name)
+    for kind in ("zeros", "ones", "empty", "full", "rand", "randn")
+    for name in (f"{kind}_like", f"new_{kind}")
+    if hasattr(torch.ops.aten, name)
+} | {torch.ops.aten.new_empty_strided}
 
 
 class GatheredWeight(Tensor):
@@ -63,20 +71,32 @@ class GatheredWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, cls):
             # FSDP2 takes the whole of what it has gathered by `as_strided`.
             is_whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(first.shape)
             if func in _SAME or is_whole:
                 return cls(first._data, first._scale, first.dtype)
-            if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
-                raise RuntimeError(
-                    f"{func} would write into a weight while it is gathered in FP8, and the value would be lost when it"
-                    " is sharded again. Change weights outside the module's forward, where they are sharded."
-                )
-        args, kwargs = pytree.tree_map_only(cls, cls.dequantized, (args, kwargs or {}))
+            if func.overloadpacket in _LIKE:
+                shape = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+                return func(shape, *args[1:], **kwargs)
+        if func._schema.is_mutable and any(isinstance(tensor, cls) for tensor in _written(func, args, kwargs)):
+            raise RuntimeError(
+                f"{func} would write into a weight while it is gathered in FP8, and the value would be lost when it"
+                " is sharded again. Change weights outside the module's forward, where they are sharded."
+            )
+        args, kwargs = pytree.tree_map_only(cls, cls.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         scales = "row scales" if self.is_row_scaled else "one scale"
         return f"GatheredWeight({tuple(self.shape)}, {self._data.dtype}, {scales}, as {self.dtype})"
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes, lists of tensors taken apart."""
+    schema = func._schema.arguments
+    given = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+    written = (argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write)
+    return pytree.tree_leaves([given.get(name) for name in written])

@@ -43,6 +43,7 @@ from lightning_fp8_rocm.plugins import (
     GradientSync,
     ReduceDtype,
     StateDictType,
+    check_process_group,
     say,
     set_environment,
 )
@@ -92,6 +93,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             async_checkpoint,
             others,
         )
+        check_process_group(process_group_backend, timeout)
         self._precision: Precision | None = None
         ParallelStrategy.__init__(self)
         self.num_nodes = 1
@@ -360,6 +362,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         path = self.broadcast(filepath)  # all write to one place
         if self.state_dict_type == "full":
             with raise_together(f"saving {path}"):
+                if self.is_global_zero:
+                    files.make_way_for_file(path)
                 super().save_checkpoint(checkpoint, path)
             return
         state = {"state_dict": checkpoint.pop("state_dict")}
