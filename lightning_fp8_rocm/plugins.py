@@ -558,7 +558,8 @@ class FSDP2StrategyMixin:
         if self.forward_prefetch is not None or self.backward_prefetch is not None:
             sharding.prefetch(planned, self.forward_prefetch, self.backward_prefetch)
         fsdp.initialise(root)
-        self._mark(root, recipes)
+        with raise_together("the setup of the model"):
+            self._mark(root, recipes)
         self.report = self._describe(root)
         return root
 

@@ -16,15 +16,16 @@ import yaml
 from lightning.fabric import connector as fabric_connector
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.precision import precision as fabric_precision
+from lightning.pytorch import strategies as trainer_strategies
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
-from lightning_fp8_rocm import FP8Precision, registration
+from lightning_fp8_rocm import FP8Precision, FSDP2FP8Strategy, registration
 from lightning_fp8_rocm.fabric.precision import FP8Precision as FabricFP8Precision
 from lightning_fp8_rocm.registration import UnsupportedLightningError
 
@@ -97,6 +98,20 @@ def test_an_unknown_precision_is_lightnings_own_error(entry, precision):
         entry(precision=precision, accelerator="cpu", devices=1)
 
 
+def test_a_trainer_takes_the_name_of_the_strategy_in_any_case_and_with_any_precision():
+    for name, precision in (("fsdp2_fp8", "fp8-rocm"), ("FSDP2_FP8", "bf16-mixed"), ("fsdp2_fp8", None)):
+        trainer = L.Trainer(strategy=name, precision=precision, **ON_CPU)
+        assert type(trainer.strategy) is FSDP2FP8Strategy
+        assert trainer.strategy.precision_plugin is trainer.precision_plugin
+
+
+def test_the_registry_lists_the_strategy_with_a_description():
+    assert "fsdp2_fp8" in StrategyRegistry.available_strategies()
+    assert StrategyRegistry["fsdp2_fp8"]["description"] == "FSDP2 with FP8 weight all-gather"
+    assert type(StrategyRegistry.get("fsdp2_fp8")) is FSDP2FP8Strategy
+    assert StrategyRegistry.get("fsdp2_fp8") is not StrategyRegistry.get("fsdp2_fp8")
+
+
 # ---- together with plugins
 
 
@@ -156,7 +171,9 @@ def test_model_parallel_strategy_is_refused_by_name_at_setup():
             pass
 
     trainer = L.Trainer(precision="fp8-rocm", strategy=ModelParallelStrategy(), **ON_CPU)
-    with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.* Use strategy 'auto' or 'ddp'"):
+    with pytest.raises(
+        TypeError, match=r"does not work with ModelParallelStrategy.* Use strategy 'auto', 'ddp' or 'fsdp2_fp8'"
+    ):
         trainer.fit(Configured())
 
 
@@ -182,8 +199,10 @@ from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.precision import precision
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-trainer = L.Trainer(precision="fp8-rocm", accelerator="cpu", logger=False, enable_checkpointing=False)
-print(type(trainer.precision_plugin))
+quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+print(type(L.Trainer(precision="fp8-rocm", strategy="fsdp2_fp8", devices=1, **quiet).strategy))
+print(type(L.Trainer(precision="fp8-rocm", **quiet).precision_plugin))
+print("torchao asked for", "torchao" in sys.modules)
 print(type(L.Fabric(precision="fp8-rocm", accelerator="cpu", devices=1)._precision))
 for connector in (_AcceleratorConnector, _Connector):
     depth, function = 0, connector._check_config_and_set_final_flags
@@ -213,9 +232,12 @@ def test_the_order_of_imports_does_not_matter_and_nothing_is_wrapped_twice(steps
     script.write_text(ORDER)
     done = python(script, *steps, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith(("<class", "wrapped", "named", "offered"))]
+    starts = ("<class", "torchao", "wrapped", "named", "offered")
+    told = [line for line in done.stdout.splitlines() if line.startswith(starts)]
     assert told == [
+        "<class 'lightning_fp8_rocm.pytorch.strategy.FSDP2FP8Strategy'>",
         "<class 'lightning_fp8_rocm.pytorch.precision.FP8Precision'>",
+        "torchao asked for False",
         "<class 'lightning_fp8_rocm.fabric.precision.FP8Precision'>",
         *["wrapped 1"] * 2,
         *["named 1"] * 3,
@@ -277,6 +299,47 @@ def test_the_cli_takes_the_name_for_a_subclass_of_trainer_that_hands_keywords_on
     trainer = cli("--trainer.precision=fp8-rocm", "--trainer.note=mine", trainer_class=TrainerWithKeywords).trainer
     assert type(trainer.precision_plugin) is FP8Precision
     assert trainer.note == "mine"
+
+
+def test_the_cli_takes_the_name_of_the_strategy_from_yaml_and_as_a_default(tmp_path):
+    config = tmp_path / "fsdp2.yaml"
+    config.write_text("trainer:\n  precision: fp8-rocm\n  strategy: fsdp2_fp8\n")
+    for trainer in (cli(f"--config={config}").trainer, cli(trainer_defaults={"strategy": "fsdp2_fp8"}).trainer):
+        assert type(trainer.strategy) is FSDP2FP8Strategy
+
+
+def test_print_config_shows_the_name_of_the_strategy(capsys):
+    with pytest.raises(SystemExit):
+        cli("--trainer.strategy=fsdp2_fp8", "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"] == "fsdp2_fp8"
+
+
+def test_help_for_the_strategy_shows_every_argument_with_its_docs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli("--trainer.strategy.help=lightning_fp8_rocm.FSDP2FP8Strategy")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "FSDP2 for any module, with the weights of FP8 layers gathered in FP8" in shown
+    paragraphs = [" ".join(part.split()) for part in shown.split("\n  --trainer.strategy.")]
+    for argument, docs in {
+        "auto_wrap_policy AUTO_WRAP_POLICY": "Which modules are gathered and freed together",
+        "activation_checkpointing_policy ACTIVATION_CHECKPOINTING_POLICY": "What is recomputed in backward",
+        "fp8_all_gather FP8_ALL_GATHER": "Whether the weights of FP8 layers travel in FP8",
+        "device_mesh DEVICE_MESH": "hold one copy of the model (HSDP)",
+        "reshard_after_forward {true,false,null}": "freed between forward and backward",
+        "reduce_dtype {float32,bfloat16}": "In which gradients are summed over ranks",
+        "cpu_offload {true,false}": "in the host's memory",
+        "compile COMPILE": "Compile each block with ``torch.compile``",
+        "gradient_sync {last,every}": "Under ``accumulate_grad_batches``",
+        "forward_prefetch FORWARD_PREFETCH": "How many blocks ahead",
+        "backward_prefetch BACKWARD_PREFETCH": "The same in backward",
+        "state_dict_type {sharded,full}": "a checkpoint is a directory",
+        "async_checkpoint": "while a checkpoint is written",
+        "process_group_backend PROCESS_GROUP_BACKEND": "(RCCL)",
+        "timeout TIMEOUT": "that a rank does not join",
+    }.items():
+        assert [docs in part for part in paragraphs if part.startswith(argument)] == [True], argument
+    assert "others" not in shown  # what refuses the arguments of FSDP1 is none
 
 
 def test_the_cli_takes_other_precisions_as_before():
@@ -382,6 +445,10 @@ def test_a_config_saved_by_one_run_is_used_by_the_next(tmp_path):
 
 PLUGINS_YAML = """
 trainer:
+  devices: 1
+  strategy:
+    class_path: lightning_fp8_rocm.FSDP2FP8Strategy
+    init_args: {auto_wrap_policy: [Sequential], compile: false}
   plugins:
     - class_path: lightning_fp8_rocm.FP8Precision
       init_args:
@@ -417,6 +484,7 @@ def test_the_class_path_works_in_a_script_without_an_import_of_ours(run_by_class
     printed, recipe = run_by_class_path
     assert "imported before the CLI: False" in printed
     assert f"FP8 conversion: recipe {recipe}" in printed
+    assert ("FSDP2: " in printed) is (recipe == BY_CLASS_PATH["yaml"][1])
 
 
 def test_the_class_path_imports_no_torchao_before_the_run(run_by_class_path):
@@ -439,6 +507,7 @@ GONE = {
     "the class Trainer": lambda m: m.delattr(trainer_module, "Trainer"),
     "the Trainer's annotation": lambda m: m.delitem(L.Trainer.__init__.__annotations__, "precision"),
     "Fabric's annotation": lambda m: m.delitem(L.Fabric.__init__.__annotations__, "precision"),
+    "the registry of strategies": lambda m: m.delattr(trainer_strategies, "StrategyRegistry"),
     "the list of precisions": lambda m: m.delattr(fabric_precision, "_PRECISION_INPUT_STR"),
     "the module of the connector": lambda m: m.setitem(sys.modules, fabric_connector.__name__, None),
 }

@@ -1,11 +1,11 @@
-"""Fine-tune a text classifier from the command line, in FP8 or in bf16: only the word after `precision` differs.
+"""Fine-tune a text classifier from the command line, in FP8 or in bf16: one word of the config differs, the precision.
 
 From the root of the repository:
 
     python examples/finetune_text_classifier/main.py fit --config examples/finetune_text_classifier/fp8.yaml
 """
 
-import lightning_fp8_rocm  # noqa: F401  # Teaches Lightning the name "fp8-rocm"; nothing else here speaks of it.
+import lightning_fp8_rocm  # noqa: F401  # Teaches Lightning "fp8-rocm" and "fsdp2_fp8"; nothing else here does that.
 
 # isort: split
 import json
@@ -22,8 +22,9 @@ import transformers
 from classifier import TextClassifier
 from data import SentimentTweets
 from installed import MissingPackageError
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.rank_zero import rank_zero_module
+from lightning.pytorch.utilities.rank_zero import rank_zero_module, rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -53,6 +54,8 @@ class FineTuneCLI(LightningCLI):
         summary = {
             "precision": self.trainer.precision_plugin.precision,
             **fp8_part(self.trainer.precision_plugin),
+            "processes": self.trainer.world_size,
+            **sharding_part(self.trainer.strategy),
             "before": self.before,
             "after": after,
             "held_out_texts": len(self.datamodule.val),
@@ -82,6 +85,23 @@ def fp8_part(precision_plugin: Any) -> dict[str, Any]:
     }
 
 
+def sharding_part(strategy: Any) -> dict[str, Any]:
+    """Say how the model was sharded and what a training step gathers, from the report of a strategy that has one.
+
+    A step gathers every weight in forward, and again in backward where it was freed in between. Which it was: the root
+    alone keeps its parameters, and the root of this model, the LightningModule, has none of its own.
+    """
+    report = getattr(strategy, "report", None)
+    if report is None:
+        return {"units": 0}
+    gathers = 1 if strategy.reshard_after_forward is False else 2
+    return {
+        "units": len(report.units),
+        "gathered_bytes_a_step": gathers * report.gathered_bytes,
+        "gathered_bytes_a_step_in_bf16": gathers * report.bf16_bytes,
+    }
+
+
 def command_to_compare(argv: list[str]) -> str:
     """Give the command of the same run in the other precision: the baseline of an FP8 run, the FP8 run of a baseline.
 
@@ -103,6 +123,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         share += f"{len(summary['left_out'])} left out"
     else:
         share = f"0 % ({precision.split('-')[0]})"
+    processes = f"{summary['processes']} process" + "es" * (summary["processes"] != 1)
 
     table = Table("", "before", "after", title=f"{summary['held_out_texts']:,} held-out texts", title_justify="left")
     for metric, label in zip(METRICS, ("accuracy", "macro F1", "loss"), strict=True):
@@ -114,11 +135,26 @@ def print_summary(summary: dict[str, Any]) -> None:
     for label, value in {
         "precision": precision,
         "FP8 share": share,
+        "sharding": f"{summary['units']} units on {processes}" if summary["units"] else f"none, {processes}",
+        "gathered": gathered_text(summary),
         "training": f"{summary['train_seconds']:.0f} s for {summary['steps']} steps, validation included",
         "checkpoint": summary["checkpoint"] or "none written",
         "compare with": summary["compare_with"],
     }.items():
         console.print(f"[bold]{label:<13}[/bold]{value}", soft_wrap=True)
+
+
+def gathered_text(summary: dict[str, Any]) -> str:
+    """Say in one line what each rank receives in a step.
+
+    >>> gathered_text({"gathered_bytes_a_step": 70_000_000, "gathered_bytes_a_step_in_bf16": 90_000_000})
+    '70.0 MB a step and process, 78 % of the 90.0 MB in bf16'
+    """
+    here, in_bf16 = (summary.get(f"gathered_bytes_a_step{end}", 0) for end in ("", "_in_bf16"))
+    if not here:
+        return "nothing"
+    of_bf16 = "" if here == in_bf16 else f", {here / in_bf16:.0%} of the {in_bf16 / 1e6:.1f} MB in bf16"
+    return f"{here / 1e6:.1f} MB a step and process{of_bf16.replace('%', ' %')}"
 
 
 def quiet_third_parties() -> None:
@@ -129,9 +165,16 @@ def quiet_third_parties() -> None:
     # torchao, which transformers imports: CUDA kernels that a CPU or an AMD GPU lacks, and a deprecation of its own.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Lightning: what each process says of itself, which the first one says for all.
+    if rank_zero_only.rank != 0:
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     # Lightning: advertisements, and the advice to start worker processes for batches that lie in memory.
     rank_zero_module.log.addFilter(lambda record: "Tip:" not in record.getMessage())
     warnings.filterwarnings("ignore", message=".*does not have many workers")
+    # Lightning repeats a text or two of those held out where the processes cannot share them evenly (README.md).
+    warnings.filterwarnings("ignore", message=".*Using `DistributedSampler` with the dataloaders")
+    # The checkpoint of one config may be scored under the other, which writes into a folder of its own.
+    warnings.filterwarnings("ignore", message="The dirpath has changed")
     # Lightning calls what torch has deprecated.
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
 
@@ -140,7 +183,12 @@ def main() -> None:
     """Run the subcommand that the command line names."""
     quiet_third_parties()
     try:
-        FineTuneCLI(TextClassifier, SentimentTweets, auto_configure_optimizers=False)
+        FineTuneCLI(
+            TextClassifier,
+            SentimentTweets,
+            auto_configure_optimizers=False,
+            trainer_defaults={"devices": "auto" if CUDAAccelerator.is_available() else 2},  # all GPUs, or two processes
+        )
     except MissingPackageError as error:
         sys.exit(f"error: {error}")
 

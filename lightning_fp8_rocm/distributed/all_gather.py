@@ -18,7 +18,8 @@ When a weight is quantised. There is no cache that a write could make stale:
   anew when it begins, and each weight is cast once, however often it is gathered.
 * At any other time, and under manual optimization, where an optimizer may step between two forwards, a forward gather
   makes scale and bytes anew, with one all-reduce for a unit.
-* A gather in backward takes the bytes of its forward.
+* A gather in backward takes the bytes of its forward; after a forward outside of a step it casts again, by the same
+  scale of the tensor.
 
 Letters: N rows (out_features), K columns, W ranks of the shard mesh, P = ceil(N / W) rows on the wire of each rank.
 """
@@ -89,6 +90,7 @@ class _Weight:
 
     name: str
     param: fsdp.Param
+    group: fsdp.Group
     layer: FP8Linear
     gathers: "FP8AllGather"
     siblings: "list[_Weight]" = field(default_factory=list)
@@ -125,7 +127,7 @@ class _Weight:
         sent, scale = self.sent, None if self.is_row_scaled else self.scale
         if in_backward:
             self.due -= 1
-        elif torch.is_grad_enabled():
+        elif self.gathers.expects_backward and fsdp.is_gathered_in_backward(self.group):
             self.due += 1
         if self.due <= 0 and not self.gathers.in_evaluation_step:
             self.sent = None  # nobody will ask again; held, they would be a copy of the model
@@ -189,8 +191,10 @@ def _agree_on_scales(weights: list[_Weight]) -> None:
 
 
 def _scales(weights: list[_Weight], amaxes: Tensor) -> list[Tensor]:
-    dtype, power_of_2 = weights[0].dtype, weights[0].layer.fp8_recipe.power_of_2_scales
-    return list(scales_of(amaxes, dtype, power_of_2=power_of_2).unbind())
+    # One kind, unless the user converted parts of the model under recipes of his own.
+    kinds = [(weight.dtype, weight.layer.fp8_recipe.power_of_2_scales) for weight in weights]
+    of_kind = {kind: scales_of(amaxes, kind[0], power_of_2=kind[1]).unbind() for kind in set(kinds)}
+    return [of_kind[kind][place] for place, kind in enumerate(kinds)]
 
 
 def _by_group(weights: list[_Weight]) -> dict[dist.ProcessGroup, list[_Weight]]:
@@ -211,7 +215,7 @@ class FP8AllGather:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.in_step = self.in_evaluation_step = False
+        self.in_step = self.in_evaluation_step = self.expects_backward = False
         self.in_bf16: dict[str, str] = {}
         self._weights: list[_Weight] = []
         layers = {child: name for name, child in root.named_modules() if isinstance(child, FP8Linear)}
@@ -223,7 +227,7 @@ class FP8AllGather:
                     continue
                 reason = _why_in_bf16(layer, param)
                 if reason is None:
-                    of_unit.append(_Weight(layers[layer], param, layer, self))
+                    of_unit.append(_Weight(layers[layer], param, group, layer, self))
                 else:
                     self.in_bf16[layers[layer]] = reason
             for weight in of_unit:
@@ -277,11 +281,13 @@ class FP8AllGather:
         if not weights_change and tensorwise:
             _agree_on_scales(tensorwise)
         self.in_step = not weights_change
-        self.in_evaluation_step = self.in_step and not torch.is_grad_enabled()
+        # FSDP2 gathers under `no_grad`, so a gather itself cannot ask.
+        self.expects_backward = torch.is_grad_enabled()
+        self.in_evaluation_step = self.in_step and not self.expects_backward
         try:
             yield
         finally:
-            self.in_step = self.in_evaluation_step = False
+            self.in_step = self.in_evaluation_step = self.expects_backward = False
 
 
 def _why_in_bf16(layer: FP8Linear, param: fsdp.Param) -> str | None:

@@ -45,6 +45,8 @@ _GRACE_S = 3.0
 _LINGER_S = 2.5
 # A whole node or the way to it is gone when nothing is heard for this long. Longer than any C call holds the GIL.
 _SILENCE_S = 60.0
+# A process that is killed closes its sockets, which others notice, a moment before it counts as dead.
+_DYING_S = 0.3
 _CONNECT_S = 10.0
 
 
@@ -336,15 +338,26 @@ class _Run:
             return
         self._announced = True
         us = self._us
-        line = f"rank {us.rank} of {self._world} ({us.host}, pid {us.pid}) raised {_kind(error)}: {_text(error)}"
-        _say(line)
+        what = f"raised {_kind(error)}: {_text(error)}{self._after_whose_death()}"
+        _say(f"rank {us.rank} of {self._world} ({us.host}, pid {us.pid}) {what}")
         try:
-            self._publish(f"rank {us.rank} raised {_kind(error)}: {_text(error)}")
+            self._publish(f"rank {us.rank} {what}")
             self._spared.set()
             self._linger("fault")
         except dist.DistError as lost:
             self._spared.set()
             log.debug("The other ranks could not be told: %s", _first_line(lost))
+
+    def _after_whose_death(self) -> str:
+        """Gloo raises at once where a peer died: then that is the cause, and what this rank raised its consequence."""
+        deadline = time.monotonic() + _DYING_S
+        while not (dead := [peer for peer in (*self._suspects, *self._peers) if peer.is_dead()]):
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.02)
+        with suppress(dist.DistError):
+            dead = [peer for peer in dead if not self._store.check([f"done/{peer.rank}"])]
+        return f" (after {' and '.join(map(str, dead))} died without a word)" if dead else ""
 
     def close(self) -> None:
         self._spared.set()

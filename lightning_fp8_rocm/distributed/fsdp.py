@@ -10,16 +10,18 @@ What we touch, and why:
     ``to_local()`` makes a new tensor; the shard itself must be marked.
 ``FSDPParam._init_extensions()``
     A shard is marked after FSDP2 looked for its hooks.
-``FSDPParam._unsharded_param``, ``._extensions_data``, ``.all_gather_outputs``
-    What was gathered before a shard was marked or unmarked is of another kind than what will be.
+``FSDPParam._unsharded_param``, ``._extensions_data``, ``.all_gather_outputs``, ``._param_fqn``
+    What was gathered before a shard was marked or unmarked is of another kind than what will be; a write into what is
+    gathered is found by its memory, and named.
 ``FSDPState._lazy_init()``
     Else a child that a hook calls before the first step makes itself the root, and the first step fails.
 ``FSDPParamGroup._init_mp_dtypes()``
     FSDP2 reads once which parameters are trained, and callbacks thaw them.
-``FSDPState._training_state``
-    Whether a unit is within its forward: a method called there is plain.
+``FSDPState._training_state``, ``FSDPParamGroup._training_state``, ``FSDPState._state_ctx.iter_forward_root``
+    Whether a unit is within its forward: a method called there is plain. A forward within a method ends the method for
+    FSDP2; an exception leaves it in the middle.
 ``FSDPParamGroup.post_forward_mesh_info``
-    A forward within a method of the same unit must leave it gathered.
+    A forward within a method of the same unit must leave it gathered; and whether backward gathers it again.
 ``FSDPParamGroup.is_unsharded``
     Whether a parameter is gathered at the moment.
 ``FSDPState._mp_policy``
@@ -36,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Param: TypeAlias = Any
 """torch's ``FSDPParam``: one parameter in its sharded and its gathered form."""
@@ -136,6 +139,11 @@ def reset_gathered(param: Param) -> None:
     param._init_extensions()
 
 
+def is_gathered_in_backward(group: Group) -> bool:
+    """Whether a unit frees its parameters after forward, so that its backward gathers them again; the root does not."""
+    return group.post_forward_mesh_info is not None
+
+
 def initialise(root: nn.Module) -> None:
     """Make ``root`` the root of its units, before a child's forward would make the child that. Idempotent."""
     _state(root)._lazy_init()
@@ -152,6 +160,80 @@ def reshard(root: nn.Module) -> None:
 def is_in_forward(module: nn.Module) -> bool:
     """Whether a unit is between the start and the end of its forward, and its parameters are gathered."""
     return bool(_state(module)._training_state == TrainingState.FORWARD)
+
+
+def stay_in_forward(module: nn.Module) -> None:
+    """After a forward of this unit within a method of it: the method is not over."""
+    state = _state(module)
+    if state._training_state == TrainingState.IDLE:
+        state._training_state = TrainingState.FORWARD
+        for group in state._fsdp_param_groups:
+            group._training_state = TrainingState.FORWARD
+
+
+def leave_forward(root: nn.Module) -> None:
+    """Shard what an exception left gathered in the middle of a forward of ``root``, so that the next one can begin."""
+    for module in units(root).values():
+        state = _state(module)
+        state._training_state = TrainingState.IDLE
+        if state._state_ctx.iter_forward_root is state:
+            state._state_ctx.iter_forward_root = None
+        for group in state._fsdp_param_groups:
+            written = [param for param in group.fsdp_params if _is_overwritten(param)]
+            group._training_state = TrainingState.IDLE
+            group.reshard()
+            for param in written:
+                reset_gathered(param)
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Whether a unit gathers parameters of its own."""
+    return bool(_state(module)._fsdp_param_groups)
+
+
+def follow_gathered(module: nn.Module) -> None:
+    """Freeze and thaw the shards of a unit as what is gathered was."""
+    for param, _ in _gathered(module):
+        if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
+            param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+
+
+def gathered_name(module: nn.Module, tensor: Tensor) -> str | None:
+    """Which parameter of a unit ``tensor`` shares memory with, as it is gathered at the moment."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # of a DTensor also its mesh
+        names = [gathered_name(module, part) for part in inner if isinstance(part, Tensor)]
+        return next((name for name in names if name is not None), None)
+    if tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage()._cdata
+    return next((param._param_fqn for param, storages in _gathered(module) if storage in storages), None)
+
+
+def overwritten(module: nn.Module) -> list[str]:
+    """Parameters of a unit whose gathered copy was written, or put into other memory, since FSDP2 made it.
+
+    FSDP2 itself fills the copy without counting that as a write.
+    """
+    return [param._param_fqn for param, _ in _gathered(module) if _is_overwritten(param)]
+
+
+def _is_overwritten(param: Param) -> bool:
+    copy = param.__dict__.get("_unsharded_param")
+    if copy is None or copy.is_inference():
+        return False
+    return bool(copy._version) or (type(copy) is nn.Parameter and copy.untyped_storage()._cdata not in _storages(param))
+
+
+def _storages(param: Param) -> set[int]:
+    return {output.untyped_storage()._cdata for output in param.all_gather_outputs}
+
+
+def _gathered(module: nn.Module) -> Iterator[tuple[Param, set[int]]]:
+    for group in _state(module)._fsdp_param_groups:
+        if group.is_unsharded:  # else FSDP2 may be filling it
+            for param in group.fsdp_params:
+                yield param, _storages(param)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -42,6 +42,7 @@ _INFRASTRUCTURE: dict[str, frozenset[str]] = {
     "accelerate": frozenset(),
 }
 _MODELS = "transformers.models"  # not infrastructure
+_WRAPPERS = (FullyShardedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 _INITIALISERS = frozenset({"reset_parameters", "init_weights"})  # write parameters, so they need the shards
 
 
@@ -159,6 +160,8 @@ def _can_be_unit(module: nn.Module) -> bool:
     >>> _can_be_unit(nn.Linear(2, 2)), _can_be_unit(nn.ModuleDict()), _can_be_unit(nn.ParameterList())
     (True, False, False)
     """
+    if type(module).__hash__ is not nn.Module.__hash__:
+        return False  # FSDP2 keeps what it knows of a module by its hash, and that of a metric changes with its states
     if _implements_forward(module):
         return True
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and bool(forward_methods(module))
@@ -587,9 +590,10 @@ def check_parameters(root: nn.Module, units: Sequence[Unit], *, manual_optimizat
             root's forward. What the root unit manages would then never change, and no error would say so.
 
     Raises:
-        ValueError: For uninitialised lazy parameters, DTensors of the user's own (tensor parallelism), parameters
-            without a dimension, with complex values, or not contiguous in memory, trainable parameters of different
-            dtypes in one unit, and, under manual optimization, parameters of the root unit. All offenders are named.
+        ValueError: For modules wrapped by FSDP1 or DDP, uninitialised lazy parameters, DTensors of the user's own
+            (tensor parallelism), parameters without a dimension, with complex values, or not contiguous in memory,
+            trainable parameters of different dtypes in one unit, and, under manual optimization, parameters of the
+            root unit. All offenders are named.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -608,6 +612,12 @@ def check_parameters(root: nn.Module, units: Sequence[Unit], *, manual_optimizat
     parameters = dict(root.named_parameters())
     owned = owned_parameters(units)
     problems = [
+        f"{name or 'the root'!r} is wrapped by {type(module).__name__}, which keeps or reduces parameters by itself:"
+        " leave that out, this strategy shards the module inside."
+        for name, module in root.named_modules()
+        if isinstance(module, _WRAPPERS)
+    ]
+    problems += [
         problem
         for unit in units
         for name in owned[unit.name]

@@ -99,6 +99,11 @@ class ConversionReport:
         total = sum(layer.multiply_adds for layer in self.layers)
         return sum(layer.multiply_adds for layer in self.converted) / total if total else 0.0
 
+    @property
+    def fp8_percent(self) -> str:
+        """That share for a person, rounded down: what is not all of it is never called 100 %."""
+        return _percent(self.fp8_share)
+
     def title(self) -> str:
         """Recipe and format in a line."""
         emulated = ", emulated" if self.recipe.emulate else ""
@@ -107,7 +112,7 @@ class ConversionReport:
     def caption(self) -> str:
         """What the share means, in one or two sentences."""
         text = (
-            f"{len(self.converted)} of {len(self.layers)} weight matrices and {_percent(self.fp8_share)} of the"
+            f"{len(self.converted)} of {len(self.layers)} weight matrices and {self.fp8_percent} of the"
             " weights' multiply-adds run in FP8 (each layer counted once a token; attention products not counted)."
         )
         if self.uncounted:

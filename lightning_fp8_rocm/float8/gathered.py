@@ -75,7 +75,10 @@ class GatheredWeight(Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             # FSDP2 takes the whole of what it has gathered by `as_strided`.
-            is_whole = func is torch.ops.aten.as_strided.default and tuple(args[1]) == tuple(first.shape)
+            is_whole = func is torch.ops.aten.as_strided.default and (
+                (tuple(args[1]), tuple(args[2]), *args[3:])
+                in ((first.shape, first.stride()), (first.shape, first.stride(), 0))
+            )
             if func in _SAME or is_whole:
                 return cls(first._data, first._scale, first.dtype)
             if func.overloadpacket in _LIKE:

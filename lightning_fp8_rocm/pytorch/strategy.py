@@ -16,7 +16,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -411,6 +411,11 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
                     f"The callback {type(callback).__name__} copies the whole model, which {type(self).__name__} has"
                     " sharded. Remove it, or average the weights of the checkpoints after training."
                 )
+            if isinstance(callback, ModelPruning):
+                raise ValueError(
+                    f"The callback {type(callback).__name__} replaces parameters while training goes on, and"
+                    f" {type(self).__name__} has sharded them. Remove it, or prune the checkpoint after training."
+                )
 
     def _mesh_is_of_another_group(self) -> bool:
         """Whether the process group was destroyed and made anew since the mesh was made."""
@@ -444,7 +449,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             }
             emulated = ", emulated" if recipe.emulate else ""
             line = (
-                f"FP8 recipe {recipe.name}, format {recipe.fp8_format}{emulated}, {converted.fp8_share:.1%} of the"
+                f"FP8 recipe {recipe.name}, format {recipe.fp8_format}{emulated}, {converted.fp8_percent} of the"
                 f" multiply-adds. {line}"
             )
         if facts != getattr(self, "_told", None):

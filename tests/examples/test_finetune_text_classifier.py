@@ -11,14 +11,17 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
+from lightning.pytorch.callbacks import Callback
+from ranks import Ranks
 
-import lightning_fp8_rocm  # noqa: F401  # teaches Lightning the name "fp8-rocm"
+import lightning_fp8_rocm  # noqa: F401  # teaches Lightning both names
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_text_classifier"
@@ -70,6 +73,7 @@ def test_model_and_data_know_nothing_of_fp8(file: str) -> None:
 def test_the_two_configs_differ_in_the_precision_and_the_folder_only() -> None:
     fp8, bf16 = (yaml.safe_load((EXAMPLE / name).read_text()) for name in ("fp8.yaml", "bf16.yaml"))
     assert (fp8["trainer"].pop("precision"), bf16["trainer"].pop("precision")) == ("fp8-rocm", "bf16-mixed")
+    assert fp8["trainer"]["strategy"] == "fsdp2_fp8"
     loggers = [config["trainer"]["logger"]["init_args"] for config in (fp8, bf16)]
     assert [logger.pop("name") for logger in loggers] == ["fp8", "bf16"]
     assert fp8 == bf16
@@ -144,10 +148,10 @@ def test_the_summary_names_the_command_to_compare_with(example: Example, typed: 
 
 
 @pytest.mark.parametrize("config", ["bf16.yaml", "fp8.yaml"])
-def test_the_command_trains_prints_a_summary_and_stores_it_beside_the_checkpoint(config: str, tmp_path: Path) -> None:
+def test_the_command_trains_on_two_processes_and_says_each_thing_once(config: str, tmp_path: Path) -> None:
     done = run_cli(
-        *("fit", f"--config={EXAMPLE / config}", "--trainer.max_steps=4", "--trainer.val_check_interval=4"),
-        *("--model.num_hidden_layers=1", "--data.limit=100", "--data.batch_size=16", "--data.eval_batch_size=50"),
+        *("fit", f"--config={EXAMPLE / config}", "--trainer.max_steps=3", "--trainer.val_check_interval=3"),
+        *("--model.num_hidden_layers=1", "--data.limit=100", "--data.eval_batch_size=50"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -155,22 +159,104 @@ def test_the_command_trains_prints_a_summary_and_stores_it_beside_the_checkpoint
     run = tmp_path / "runs" / "text_classifier" / Path(config).stem / "version_0"
     summary = json.loads((run / "summary.json").read_text())
 
-    assert summary["steps"] == 4
-    assert summary["held_out_texts"] == 100
+    assert (summary["steps"], summary["held_out_texts"], summary["processes"]) == (3, 100, 2)
     assert summary["before"] != summary["after"]
-    assert tmp_path / summary["checkpoint"] == run / "checkpoints" / "best.ckpt"
-    assert (tmp_path / summary["checkpoint"]).exists()
-    assert "100 held-out texts" in done.stdout
+    checkpoint = tmp_path / summary["checkpoint"]
+    assert checkpoint == run / "checkpoints" / "best.ckpt"
+    assert {file.name for file in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+
     assert summary["compare_with"] in done.stdout
+    assert "units on 2 processes" in done.stdout
+    lines = (done.stdout + done.stderr).splitlines()
+    once = ["100 held-out texts", "FSDP2:", "Seed set to", "Initializing distributed"]
     if config == "bf16.yaml":
         assert (summary["precision"], summary["fp8_share"], summary["fp8_layers"]) == ("bf16-mixed", 0.0, 0)
         assert "0 % (bf16)" in done.stdout
+        assert summary["gathered_bytes_a_step"] == summary["gathered_bytes_a_step_in_bf16"]
     else:
+        once.append("FP8 conversion:")
         # One encoder layer has 6 Linear layers, and the pooler is the 7th. The head of 3 classes is left out: its
         # share of the multiply-adds of a text is below one in a thousand.
         assert summary["fp8_layers"] == 7
         assert len(summary["left_out"]) == 1
         assert summary["fp8_share"] > 0.999
+        # An element of their weights travels twice a step, and saves a byte each time.
+        elements = 5 * 384 * 384 + 2 * 384 * 1536
+        saved = summary["gathered_bytes_a_step_in_bf16"] - summary["gathered_bytes_a_step"]
+        assert saved == 2 * elements
+    for text in once:
+        assert sum(text in line for line in lines) == 1, text
+
+
+def on_a_rank() -> Example:
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    return Example(*map(importlib.import_module, Example._fields))
+
+
+def small_trainer(precision: str, devices: int, **more: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        precision=precision,
+        strategy="fsdp2_fp8",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+
+
+class CountGathered(Callback):
+    """Bytes that each training step receives in all-gathers."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.append(0)
+        self.patch = pytest.MonkeyPatch()
+        gather = dist.all_gather_single
+
+        def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.steps[-1] += output.nbytes
+            return gather(output, *args, **kwargs)
+
+        self.patch.setattr(dist, "all_gather_single", counting)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.patch.undo()
+
+
+def gathered_bytes(precision: str) -> tuple[list[int], dict[str, Any]]:
+    example, count = on_a_rank(), CountGathered()
+    trainer = small_trainer(precision, devices=2, max_steps=2, limit_val_batches=0, callbacks=[count])
+    data = example.data.SentimentTweets(batch_size=4, limit=16)
+    trainer.fit(example.classifier.TextClassifier(num_hidden_layers=1), data)
+    return count.steps, example.main.sharding_part(trainer.strategy)
+
+
+def test_the_summary_says_how_many_bytes_a_step_gathers(ranks: Ranks) -> None:
+    for precision in ("fp8-rocm", "bf16-mixed"):
+        for counted, said in ranks(2, gathered_bytes, precision):
+            assert counted == 2 * [said["gathered_bytes_a_step"]]
+
+
+def scores(devices: int) -> dict[str, float]:
+    example = on_a_rank()
+    L.seed_everything(1)
+    model = example.classifier.TextClassifier(num_hidden_layers=1)
+    data = example.data.SentimentTweets(eval_batch_size=10, limit=40)
+    [results] = small_trainer("32-true", devices).validate(model, data, verbose=False)
+    return results
+
+
+def test_two_processes_score_the_held_out_texts_as_one_does(ranks: Ranks) -> None:
+    [one] = ranks(1, scores, 1)
+    for each in ranks(2, scores, 2):
+        assert each.keys() == one.keys() >= {"val_accuracy", "val_f1", "val_loss"}
+        assert each == pytest.approx(one, rel=1e-5)
 
 
 class Scores(NamedTuple):
