@@ -433,6 +433,9 @@ class FSDP2StrategyMixin:
             gradients until then), or at ``"every"`` one (keeps shards).
         forward_prefetch: How many blocks ahead parameters are gathered in forward; None is torch's own.
         backward_prefetch: The same in backward.
+        find_unused_parameters: For models whose ranks use different parameters of a unit (experts): reduce zeros for
+            those without a gradient. Optimizers then see a zero gradient, not None, for what no rank used. Without it,
+            such a model is an error, which is looked for in the first steps and every 100.
         state_dict_type: ``"sharded"``: a checkpoint is a directory to which each rank writes its part. ``"full"``: one
             file, as on one device.
         async_checkpoint: Whether training goes on while a checkpoint is written; not available yet.
@@ -457,6 +460,7 @@ class FSDP2StrategyMixin:
         gradient_sync: GradientSync,
         forward_prefetch: int | None,
         backward_prefetch: int | None,
+        find_unused_parameters: bool,
         state_dict_type: StateDictType,
         async_checkpoint: bool,
         others: Mapping[str, Any],
@@ -481,6 +485,7 @@ class FSDP2StrategyMixin:
                 "compile", compile, ("auto", True, False), " A dict of arguments of `torch.compile` is taken as well."
             )
         check("gradient_sync", gradient_sync, get_args(GradientSync))
+        check("find_unused_parameters", find_unused_parameters, (True, False))
         check("state_dict_type", state_dict_type, get_args(StateDictType))
         check("async_checkpoint", async_checkpoint, (False,), " Writing in the background is not available yet.")
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
@@ -500,6 +505,7 @@ class FSDP2StrategyMixin:
         )
         self.compile, self.gradient_sync = compile, gradient_sync
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
+        self.find_unused_parameters = find_unused_parameters
         self.state_dict_type, self.async_checkpoint = state_dict_type, async_checkpoint
         self.report: ShardingReport | None = None
         """Units and bytes; None before setup."""
@@ -507,6 +513,7 @@ class FSDP2StrategyMixin:
         self._gathers: FP8AllGather | None = None
         self._undo: list[Callable[[], None]] = []
         self._trainable: tuple[bool, ...] = ()
+        self._backwards, self._reduces = 0, True
 
     # ---- setup
 
@@ -557,6 +564,7 @@ class FSDP2StrategyMixin:
         sharding.move_others(root, device)
         if self.forward_prefetch is not None or self.backward_prefetch is not None:
             sharding.prefetch(planned, self.forward_prefetch, self.backward_prefetch)
+        fsdp.reduce_unused(root, self.find_unused_parameters)
         fsdp.initialise(root)
         with raise_together("the setup of the model"):
             self._mark(root, recipes)
@@ -642,10 +650,31 @@ class FSDP2StrategyMixin:
             yield
             return
         root.set_requires_gradient_sync(False)
+        self._reduces = False
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
+            self._reduces = True
+
+    def after_backward(self, root: nn.Module) -> None:
+        """Refuse gradients of different parameters, which FSDP2 adds up; asked now and then, for it waits for the GPU.
+
+        Raises:
+            RuntimeError: On every rank, naming the parameters.
+        """
+        if self.find_unused_parameters or not self._reduces:
+            return
+        self._backwards += 1
+        if self._backwards % 100 == 0 or self._backwards & (self._backwards - 1) == 0:
+            names = fsdp.unequal_gradients(root)
+            if names:
+                raise RuntimeError(
+                    "Some ranks have a gradient for these parameters and others have not:"
+                    f" {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. FSDP2 would add up gradients of"
+                    " different parameters. Use all parameters of a unit on every rank, or pass"
+                    f" `{_STRATEGY}(find_unused_parameters=True)`."
+                )
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """A hook of the user may call a unit at any time, also after the marks were dropped."""

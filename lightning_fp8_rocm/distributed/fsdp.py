@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -287,3 +288,25 @@ def param_dtype(module: nn.Module) -> torch.dtype | None:
 def holds_only(module: nn.Module, dtype: torch.dtype | None) -> bool:
     """Whether all floating-point parameters of a module have this dtype, so that casting to it changes nothing."""
     return all(parameter.dtype == dtype for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def reduce_unused(root: nn.Module, enabled: bool) -> None:
+    """Whether parameters without a gradient count as a gradient of zero while the others of their unit are reduced."""
+    assert isinstance(root, FSDPModule)
+    root.set_reduce_scatter_unused_params(enabled)
+
+
+@torch.no_grad()
+def unequal_gradients(root: nn.Module) -> list[str]:
+    """Names of the parameters that have a gradient on some ranks only; the same on all ranks.
+
+    One small all-reduce.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    trained = [(name, parameter) for name, parameter in root.named_parameters() if parameter.requires_grad]
+    has = torch.tensor([parameter.grad is not None for _, parameter in trained], dtype=torch.int32)
+    device = next(groups(root)).device
+    somewhere = torch.stack([has, 1 - has]).to(device)
+    dist.all_reduce(somewhere, dist.ReduceOp.MAX)
+    return [name for (name, _), both in zip(trained, somewhere.all(dim=0).tolist(), strict=True) if both]

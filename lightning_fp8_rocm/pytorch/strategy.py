@@ -69,6 +69,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         gradient_sync: GradientSync = "last",
         forward_prefetch: int | None = None,
         backward_prefetch: int | None = None,
+        find_unused_parameters: bool = False,
         state_dict_type: StateDictType = "sharded",
         async_checkpoint: bool = False,
         process_group_backend: str | None = None,
@@ -89,6 +90,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             gradient_sync,
             forward_prefetch,
             backward_prefetch,
+            find_unused_parameters,
             state_dict_type,
             async_checkpoint,
             others,
@@ -272,6 +274,11 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def block_backward_sync(self) -> Generator[None, None, None]:
         with self.without_gradient_sync(self.model):
             yield
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        self.after_backward(self.lightning_module)
 
     @override
     def on_validation_start(self) -> None:

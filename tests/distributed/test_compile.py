@@ -202,14 +202,15 @@ def trains(cases: list[tuple[str, Any]], world: int, backend: str) -> list[str]:
     import torch._inductor.config as inductor
 
     problems = []
-    plain_compile = compile_fx.compile_fx_inner
+    plain_compile = compile_fx.compile_fx
     rounds: list[bool] = []
 
     def seen(*args: Any, **kwargs: Any) -> Any:
-        rounds.append(inductor.emulate_precision_casts)
+        if (patches := kwargs.get("config_patches")) is not None:  # as the backend of torch.compile calls it
+            rounds.append(patches.get("emulate_precision_casts", False))
         return plain_compile(*args, **kwargs)
 
-    compile_fx.compile_fx_inner = seen
+    compile_fx.compile_fx = seen
     try:
         for recipe, policy in cases:
             dynamo.reset()
@@ -248,16 +249,19 @@ def trains(cases: list[tuple[str, Any]], world: int, backend: str) -> list[str]:
                 problems.append(f"{case}breaks {breaks}")
             if graphs[1] == 0 or len(set(graphs[2:])) > 1:
                 problems.append(f"{case}recompiles {graphs}")
-            far = [(a, b) for a, b in zip(losses, expected, strict=True) if abs(a - b) > 0.03 * abs(b)]
+            # Where inductor rounds as eager does, they agree; elsewhere FP8 rounds what fp32 and bf16 made different.
+            near = 1e-3 if rows else 0.1
+            far = [(a, b) for a, b in zip(losses, expected, strict=True) if abs(a - b) > near * abs(b)]
             if far or losses[-1] >= losses[0]:
                 problems.append(f"{case}losses {losses} {expected}")
     finally:
-        compile_fx.compile_fx_inner = plain_compile
+        compile_fx.compile_fx = plain_compile
     return problems
 
 
 def test_every_recipe_trains_compiled_as_it_does_eagerly_and_compiles_once() -> None:
-    assert trains(CASES, 1, "inductor") == []
+    problems = trains(CASES, 1, "inductor")
+    assert not problems, "\n".join(problems)
 
 
 def test_it_does_on_two_ranks_with_weights_gathered_in_fp8(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from parity import EXACT, WIDTH, Case, assert_same, classify, distance, error_here, fit_alone, fit_here, fit_on
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 
@@ -185,12 +185,6 @@ class Experts(Case):
             if mine.any():
                 outputs = outputs.index_put((mine.nonzero().squeeze(1),), self.pair(inputs[mine], first=first))
         return classify(self.head(outputs), labels)
-
-
-class ReduceUnused(L.Callback):
-    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
-        if isinstance(module, FSDPModule):
-            module.set_reduce_scatter_unused_params(True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -581,15 +575,16 @@ def test_what_a_step_does_not_use_rests_as_on_one_device(ranks: Ranks, arguments
 
 
 def test_ranks_may_use_different_parameters_of_a_unit_when_unused_ones_are_reduced_too(ranks: Ranks) -> None:
-    spec = {"case": "Experts", "callbacks": ["ReduceUnused"]}
+    spec = {"case": "Experts", "strategy": {"find_unused_parameters": True}}
     (several,) = fit_on(ranks, 2, fits, spec)
-    assert_same(fit_alone(ranks, fits, **spec), several)
-
-
-@pytest.mark.xfail(strict=True, reason="FSDP2 adds up the gradients that ranks have, whichever parameters they are of")
-def test_ranks_may_use_different_parameters_of_a_unit(ranks: Ranks) -> None:
-    (several,) = fit_on(ranks, 2, fits, {"case": "Experts"})
     assert_same(fit_alone(ranks, fits, case="Experts"), several)
+
+
+def test_ranks_that_use_different_parameters_of_a_unit_are_told_before_the_first_step(ranks: Ranks) -> None:
+    said = ranks(2, error_of, {"case": "Experts", "strategy": {}, "world": 2})
+    assert said[0] == said[1]
+    assert "pair.first.weight" in said[0]
+    assert "find_unused_parameters=True" in said[0]
 
 
 def test_frozen_bases_with_adapters_and_layers_thawed_during_training(ranks: Ranks) -> None:

@@ -649,7 +649,7 @@ def test_a_strategy_that_would_convert_too_late_is_refused_by_name() -> None:
             pass
 
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
-    with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.*Use strategy 'auto', 'ddp' or 'fsdp2_fp8'"):
+    with pytest.raises(TypeError, match=r"does not work with ModelParallelStrategy.*'auto', 'ddp' or 'fsdp2_fp8'"):
         trainer(strategy=strategy).fit(Sharded(), batches())
 
 
