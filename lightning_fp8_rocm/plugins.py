@@ -18,8 +18,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fp8_rocm import hardware
-from lightning_fp8_rocm.distributed import fsdp, sharding, units
+from lightning_fp8_rocm.distributed import fsdp, methods, sharding, units
 from lightning_fp8_rocm.distributed.faults import raise_together, same_on_all_ranks
+from lightning_fp8_rocm.distributed.materialise import check_materialisable
 from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns, choice_error
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
@@ -513,6 +514,8 @@ class FSDP2StrategyMixin:
         self._gathers: FP8AllGather | None = None
         self._undo: list[Callable[[], None]] = []
         self._trainable: tuple[bool, ...] = ()
+        self._units: list[nn.Module] = []
+        self._groups: list[fsdp.Group] = []
         self._backwards, self._reduces = 0, True
 
     # ---- setup
@@ -540,7 +543,7 @@ class FSDP2StrategyMixin:
             root = convert(root)
             planned = units.plan_units(root, self.auto_wrap_policy)
             units.check_parameters(root, planned, manual_optimization=manual_optimization)
-            sharding.check_materialisable(root)
+            check_materialisable(root)
             plan = sharding.ShardingPlan(
                 mesh=fsdp.mesh_of(root) or self._mesh,
                 device=device,
@@ -566,6 +569,7 @@ class FSDP2StrategyMixin:
             sharding.prefetch(planned, self.forward_prefetch, self.backward_prefetch)
         fsdp.reduce_unused(root, self.find_unused_parameters)
         fsdp.initialise(root)
+        self._units, self._groups = list(fsdp.units(root).values()), list(fsdp.groups(root))
         with raise_together("the setup of the model"):
             self._mark(root, recipes)
         self.report = self._describe(root)
@@ -576,12 +580,12 @@ class FSDP2StrategyMixin:
         for module in fsdp.units(root).values():
             if module._compiled_call_impl is not None:
                 continue  # its methods are traced within its forward
-            self._undo.append(sharding.gather_in_methods(module))
+            self._undo.append(methods.gather_in_methods(module))
             self._undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
         # Under manual optimization the root owns nothing that a training step could read. Were the step a forward of
         # it, units would be gathered without waiting for the optimizer that stepped within it.
-        steps = [name for name in sharding.STEPS if not manual_optimization or name != "training_step"]
-        self._undo.append(sharding.gather_in_methods(root, steps))
+        steps = [name for name in methods.STEPS if not manual_optimization or name != "training_step"]
+        self._undo.append(methods.gather_in_methods(root, steps))
 
     def release(self) -> None:
         """Undo all but the sharding, which lasts: another Trainer over the module does what that one says."""
@@ -590,6 +594,7 @@ class FSDP2StrategyMixin:
             self._gathers = None
         while self._undo:
             self._undo.pop()()
+        self._units, self._groups = [], []
 
     def _mark(self, root: nn.Module, recipes: "set[FP8Recipe]") -> None:
         from lightning_fp8_rocm.distributed.all_gather import FP8AllGather
@@ -630,16 +635,17 @@ class FSDP2StrategyMixin:
     @contextmanager
     def step_of(self, root: nn.Module, *, weights_change: bool, trains: bool) -> Iterator[None]:
         """The span of one step: everything is sharded when it begins, and scales are fresh."""
-        fsdp.reshard(root)  # a forward without a backward leaves the outermost unit gathered, with the weights of then
+        # A forward without a backward leaves the outermost unit gathered, with the weights of then.
+        fsdp.reshard_units(self._units)
         if trains:
             self._follow_frozen(root)
         gathers = self._gathers
         with nullcontext() if gathers is None else gathers.step(weights_change=weights_change):
             yield
 
-    def after_optimizer_step(self, root: nn.Module) -> None:
+    def after_optimizer_step(self) -> None:
         """Nothing that was gathered or cast before counts any more."""
-        fsdp.reshard(root)
+        fsdp.reshard_units(self._units)
         if self._gathers is not None:
             self._gathers.forget()
 
@@ -683,7 +689,7 @@ class FSDP2StrategyMixin:
 
     def _follow_frozen(self, root: nn.Module) -> None:
         """FSDP2 reads once which parameters are trained; callbacks freeze and thaw them."""
-        now = tuple(parameter.requires_grad for parameter in root.parameters())
+        now = tuple(param.sharded_param.requires_grad for group in self._groups for param in group.fsdp_params)
         if self._trainable and now != self._trainable:
             fsdp.follow_frozen(root)
         self._trainable = now

@@ -28,7 +28,7 @@ What we touch, and why:
     For what dtype an earlier Trainer sharded a module.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -152,7 +152,12 @@ def initialise(root: nn.Module) -> None:
 
 def reshard(root: nn.Module) -> None:
     """Register the sharded parameters of every unit that still holds gathered ones: what is written then lasts."""
-    for module in units(root).values():
+    reshard_units(units(root).values())
+
+
+def reshard_units(modules: Iterable[nn.Module]) -> None:
+    """As :func:`reshard`, for units that are known: to find them in a large model takes as long as a small step."""
+    for module in modules:
         if any(group.is_unsharded for group in _state(module)._fsdp_param_groups):
             assert isinstance(module, FSDPModule)
             module.reshard()

@@ -1,15 +1,12 @@
 """From a converted model to a sharded one: the functions here are in the order in which they run."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import isgeneratorfunction
+from functools import wraps
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -18,16 +15,15 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from typing_extensions import override
 
 from lightning_fp8_rocm.distributed import fsdp
-from lightning_fp8_rocm.distributed.units import Unit, forward_methods
+from lightning_fp8_rocm.distributed.materialise import materialise, own_tensors, put
+from lightning_fp8_rocm.distributed.methods import inside
+from lightning_fp8_rocm.distributed.units import Unit
 
 CheckpointingPolicy = Literal["full", "selective"] | Collection[type[nn.Module] | str]
 Undo = Callable[[], None]
@@ -58,152 +54,6 @@ def make_mesh(device_type: str, world_size: int, sizes: tuple[int, int] | None) 
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
     mesh._flatten(DATA_PARALLEL)
     return mesh
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Materialise
-
-
-def check_materialisable(root: nn.Module) -> None:
-    """Refuse modules with tensors on ``meta`` that nothing can initialise.
-
-    Raises:
-        ValueError: Naming the modules and tensors.
-    """
-    lost = [
-        f"{name or 'the root module'} ({type(module).__name__}: {', '.join(tensors)})"
-        for name, module in root.named_modules()
-        if (tensors := _on_meta(module)) and _initialiser(root, name, module) is None
-    ]
-    if lost:
-        raise ValueError(
-            "These modules lie on the `meta` device and cannot initialise themselves: "
-            + "; ".join(lost)
-            + ". Give them a method `reset_parameters()` that fills their parameters and buffers, or create them"
-            " outside `torch.device('meta')`."
-        )
-
-
-def materialise(modules: Collection[nn.Module], root: nn.Module, device: torch.device) -> None:
-    """Give storage to what these modules of ``root`` have on ``meta``, tensor by tensor; each initialises itself.
-
-    A tensor that has values keeps them, also where a neighbour in its module is initialised, or a module above it whose
-    initialiser reaches down. Ties survive.
-
-    Raises:
-        ValueError: If an initialiser left one of its module's tensors unfilled, or a part of it, naming it: a
-            non-persistent buffer that only ``__init__`` computed, say.
-    """
-    # Innermost first, as they were built: a module may change what its children chose.
-    todo = [(module, tensors) for module in modules if (tensors := _on_meta(module))][::-1]
-    names = {module: name for name, module in root.named_modules()} if todo else {}
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module, tensors in todo:
-        for key in tensors:
-            _put(module, key, _filled_with_nonsense(_own_tensors(module)[key], device, made))
-    ours = {id(tensor) for _, tensor in made.values()}
-    for module, _ in todo:
-        kept = [
-            (below, key, tensor, tensor.detach().clone())
-            for below in module.modules()
-            for key, tensor in _own_tensors(below).items()
-            if not tensor.is_meta and id(tensor) not in ours
-        ]
-        initialise = _initialiser(root, names[module], module)
-        assert initialise is not None
-        with torch.no_grad():
-            initialise()
-            for below, key, tensor, value in kept:
-                tensor.copy_(value)
-                _put(below, key, tensor)
-    for module, tensors in todo:
-        unfilled = [key for key in tensors if _holds_nonsense(_own_tensors(module)[key])]
-        if unfilled:
-            raise ValueError(
-                f"{names[module] or 'The root module'} ({type(module).__name__}) was created on the `meta` device, and"
-                f" its initialiser did not fill {', '.join(repr(key) for key in unfilled)}: the values would be random."
-                " Fill them in `reset_parameters()`, or create the module outside `torch.device('meta')`."
-            )
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-
-
-def _on_meta(module: nn.Module) -> list[str]:
-    return [key for key, tensor in _own_tensors(module).items() if tensor.is_meta]
-
-
-def _initialiser(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """How ``module`` fills its own tensors: as where it is built, by itself, then by the model that it is part of.
-
-    ``_init_weights(module)`` is what Hugging Face models and many others call that second step.
-    """
-    found: list[Callable[[], Any]] = []
-    for own in ("reset_parameters", "_reset_parameters"):
-        if callable(method := getattr(module, own, None)):
-            found.append(method)
-            break
-    parts = name.split(".") if name else []
-    for depth in range(len(parts), -1, -1):
-        owner = root.get_submodule(".".join(parts[:depth]))
-        if callable(method := getattr(owner, "_init_weights", None)):
-            found.append(partial(method, module))
-            break
-    return partial(_call_all, found) if found else None
-
-
-def _call_all(functions: Sequence[Callable[[], Any]]) -> None:
-    for function in functions:
-        function()
-
-
-def _filled_with_nonsense(tensor: Tensor, device: torch.device, made: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    if id(tensor) not in made:
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        _as_storable(empty).fill_(_nonsense(empty.dtype))
-        is_parameter = isinstance(tensor, nn.Parameter)
-        filled = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        made[id(tensor)] = tensor, filled  # held, so that no other tensor gets its id
-    return made[id(tensor)][1]
-
-
-def _nonsense(dtype: torch.dtype) -> float | int:
-    """What no initialiser writes: NaN, or the byte 0xA5 repeated.
-
-    >>> _nonsense(torch.bfloat16), _nonsense(torch.uint8), hex(_nonsense(torch.int32) % 2**32)
-    (nan, 165, '0xa5a5a5a5')
-    """
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    signed = dtype.is_signed and dtype != torch.bool
-    return int.from_bytes(bytes([0xA5]) * dtype.itemsize, "little", signed=signed)
-
-
-def _as_storable(tensor: Tensor) -> Tensor:
-    """The local tensor, of a dtype that can hold nonsense: bool is one byte."""
-    local = tensor.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
-    return local.view(torch.uint8) if local.dtype == torch.bool else local
-
-
-def _holds_nonsense(tensor: Tensor) -> bool:
-    """Whether a part of it was not filled; of a tensor of small integers, whether nothing was."""
-    local = _as_storable(tensor)
-    if local.numel() == 0:
-        return False
-    if local.is_floating_point() or local.is_complex():
-        return bool(local.isnan().any())
-    stale = local == _nonsense(local.dtype)
-    is_narrow = local.element_size() == 1 and tensor.dtype != torch.bool
-    return bool(stale.all() if is_narrow else stale.any())
-
-
-def _put(module: nn.Module, key: str, tensor: Tensor) -> None:
-    if key in module._parameters:
-        module._parameters[key] = tensor  # type: ignore[assignment]
-    else:
-        module._buffers[key] = tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,7 +142,7 @@ def _patch_forward(module: nn.Module, *, selective: bool) -> None:
     how: dict[str, Any] = {"use_reentrant": False}
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        with _inside(module):  # in backward, where FSDP2 does not say that this is the unit's forward
+        with inside(module):  # in backward, where FSDP2 does not say that this is the unit's forward
             return forward(*args, **kwargs)
 
     if selective:
@@ -502,7 +352,7 @@ def _prepare(modules: Iterable[nn.Module], device: torch.device, moved: dict[int
         moved: What was moved before, by id: a buffer may be registered on several modules.
     """
     for module in modules:
-        for key, tensor in _own_tensors(module).items():
+        for key, tensor in own_tensors(module).items():
             if isinstance(tensor, DTensor):
                 continue
             if id(tensor) not in moved:
@@ -513,7 +363,7 @@ def _prepare(modules: Iterable[nn.Module], device: torch.device, moved: dict[int
                     there = tensor
                 moved[id(tensor)] = tensor, there  # held, so that no other tensor gets its id
                 moved[id(there)] = there, there
-            _put(module, key, moved[id(tensor)][1])
+            put(module, key, moved[id(tensor)][1])
 
 
 def _broadcast(tensor: Tensor) -> None:
@@ -543,213 +393,3 @@ def prefetch(units: Sequence[Unit], forward: int | None, backward: int | None) -
         if backward:
             before = blocks[max(0, place - backward) : place]
             block.set_modules_to_backward_prefetch(before[::-1])  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Methods that gather
-
-
-def gather_in_methods(module: nn.Module, names: Sequence[str] | None = None) -> Undo:
-    """Let the public methods of a unit gather its parameters, as its forward does.
-
-    Called within the unit's own forward, or within one another, they are the plain methods: the parameters are there.
-    What forward or a method writes into the unit's own parameters would be lost, and is an error: every write that the
-    first call makes, later those that a tensor counts itself.
-
-    Args:
-        module: A unit.
-        names: By default :func:`~lightning_fp8_rocm.distributed.units.forward_methods`.
-
-    Returns:
-        What makes them plain again.
-    """
-    if not isinstance(module, FSDPModule):
-        return lambda: None
-    chosen = forward_methods(module) if names is None else [n for n in names if callable(getattr(module, n, None))]
-    before = {name: vars(module).get(name) for name in [*chosen, "forward"]}
-    for name in chosen:
-        _gather_in_method(module, name)
-    hooks = []
-    if hasattr(module.forward, "_is_watched"):
-        del before["forward"]
-    else:
-        _watch_forward(module)
-        hooks.append(module.register_forward_hook(_stay_gathered))
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-        for name, method in before.items():
-            vars(module).pop(name, None) if method is None else setattr(module, name, method)
-
-    return undo
-
-
-def _gather_in_method(module: nn.Module, name: str) -> None:
-    plain = getattr(module, name)
-    watched = _watched(module, name, plain)
-
-    @wraps(plain)
-    def keeping_gathered(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A forward of the unit within the method would leave it sharded for the rest of the method.
-        with fsdp.no_reshard_after_forward(module), _inside(module):
-            return call(*args, **kwargs)
-
-    setattr(module, name, keeping_gathered)
-    register_fsdp_forward_method(module, name)
-    gathering = getattr(module, name)
-
-    def gathered(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with _usable_after_error(module):
-            result = gathering(call, *args, **kwargs)
-        if not _has_graph(result):  # no backward will come to shard it
-            fsdp.reshard(module)
-        return _with_sharded_parameters(module, result)
-
-    def generate(generator: Iterator[Any]) -> Iterator[Any]:
-        end = object()
-        resume = _watched(module, name, lambda: next(generator, end))
-        while (item := gathered(resume)) is not end:
-            yield item
-
-    @wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        # The second is for hooks of the unit, that run between FSDP2's.
-        if torch.compiler.is_compiling() or _is_inside(module) or fsdp.is_in_forward(module):
-            return plain(*args, **kwargs)
-        result = gathered(watched, *args, **kwargs)
-        return generate(result) if isgeneratorfunction(plain) else result
-
-    setattr(module, name, method)
-
-
-def _watch_forward(module: nn.Module) -> None:
-    plain = module.forward
-    watched = _watched(module, "forward", plain)
-
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_inside(module):
-            return plain(*args, **kwargs)
-        with _usable_after_error(module), _inside(module):
-            return watched(*args, **kwargs)
-
-    forward._is_watched = True  # type: ignore[attr-defined]
-    module.forward = forward
-
-
-def _stay_gathered(module: nn.Module, args: Any, output: Any) -> None:
-    """After a forward within a method of the same unit: FSDP2 takes that for the end."""
-    if _is_inside(module) and not torch.compiler.is_compiling():
-        fsdp.stay_in_forward(module)
-
-
-@contextmanager
-def _inside(module: nn.Module) -> Iterator[None]:
-    """The span of a forward or a method of a unit, whose parameters are gathered."""
-    inside = vars(module)
-    inside["_fp8_inside"] = inside.get("_fp8_inside", 0) + 1
-    try:
-        yield
-    finally:
-        inside["_fp8_inside"] -= 1
-        if not inside["_fp8_inside"]:
-            del inside["_fp8_inside"]
-
-
-def _is_inside(module: nn.Module) -> bool:
-    return "_fp8_inside" in vars(module)
-
-
-@contextmanager
-def _usable_after_error(module: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        if torch._C._current_graph_task_id() == -1:  # in backward, checkpointing stops a recomputation by an exception
-            fsdp.leave_forward(module)
-        raise
-
-
-def _has_graph(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(result))
-
-
-def _with_sharded_parameters(module: nn.Module, result: Any) -> Any:
-    """A method may return parameters, to be clipped or counted: the gathered ones are gone by now."""
-    leaves, structure = pytree.tree_flatten(result)
-    if not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
-        return result
-    lasting = fsdp.sharded_by_gathered(module)
-    return pytree.tree_unflatten([lasting.get(id(leaf), leaf) for leaf in leaves], structure)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writes that would be lost
-
-
-class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses to write into what a unit has gathered of its own parameters, also through ``.data`` or a view."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._module, self._name = module, name
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else a compiled function within is skipped, now and forever
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-            written = [
-                given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-            ]
-            for leaf in pytree.tree_leaves(written):
-                parameter = fsdp.gathered_name(self._module, leaf) if isinstance(leaf, Tensor) else None
-                if parameter is not None:
-                    raise _lost_write(self._module, self._name, [parameter])
-        return func(*args, **(kwargs or {}))
-
-
-def _watched(module: nn.Module, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain``, whose first call is watched op by op; later, tensors tell by their version.
-
-    Whether parameters are trained may change within: that lasts.
-    """
-    is_first = True
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        watches, is_first = is_first and fsdp.owns_parameters(module), False
-        with _WriteWatch(module, name) if watches else nullcontext():
-            result = plain(*args, **kwargs)
-        fsdp.follow_gathered(module)
-        if written := fsdp.overwritten(module):
-            raise _lost_write(module, name, written)
-        return result
-
-    return watched
-
-
-def _lost_write(module: nn.Module, name: str, parameters: Sequence[str]) -> RuntimeError:
-    owner = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__
-    written = ", ".join(repr(parameter) for parameter in parameters)
-    way_out = "write in a hook of the LightningModule (`on_train_batch_end`), where `parameters()` are the sharded ones"
-    if name == "forward":
-        way_out += ", compute the new value without writing it, or make it a buffer (`register_buffer`)"
-    elif name not in STEPS:
-        way_out += f", or give the method a name that starts with `_` (`_{name}`): such methods gather nothing"
-    return RuntimeError(
-        f"{owner}.{name} writes into {written} while that parameter is gathered from all ranks. What lasts are the"
-        f" shards, so the write would be lost: {way_out}."
-    )
-
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""The methods of a LightningModule that a strategy calls instead of its forward."""

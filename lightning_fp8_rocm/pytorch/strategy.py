@@ -466,8 +466,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
                 logger.log_hyperparams({f"fp8_rocm/{name}": value for name, value in facts.items()})
 
     def _after_step(self, *_: Any) -> None:
-        assert self.lightning_module is not None
-        self.after_optimizer_step(self.lightning_module)
+        self.after_optimizer_step()
 
     @contextmanager
     def _evaluation_step(self) -> Generator[None, None, None]:

@@ -12,11 +12,11 @@ from torch._dynamo.utils import counters
 
 from lightning_fp8_rocm.distributed import fsdp
 from lightning_fp8_rocm.distributed.all_gather import FP8AllGather
+from lightning_fp8_rocm.distributed.methods import gather_in_methods
 from lightning_fp8_rocm.distributed.sharding import (
     ShardingPlan,
     checkpoint_activations,
     compile_blocks,
-    gather_in_methods,
     make_mesh,
     shard,
 )

@@ -14,15 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from lightning_fp8_rocm.distributed import fsdp
+from lightning_fp8_rocm.distributed.materialise import check_materialisable, materialise
+from lightning_fp8_rocm.distributed.methods import gather_in_methods
 from lightning_fp8_rocm.distributed.sharding import (
     ShardingPlan,
     broadcast_buffers,
-    check_materialisable,
     check_sharded_before,
     checkpoint_activations,
-    gather_in_methods,
     make_mesh,
-    materialise,
     move_others,
     prefetch,
     shard,
