@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from packaging.version import Version
 from ranks import Ranks, RanksFailedError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,8 +41,11 @@ from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
-def fault(reason: str, raises: type[BaseException] = AssertionError) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=raises, reason=f"docs/upstream.md: {reason}")
+def fault(
+    reason: str, raises: type[BaseException] = AssertionError, torch_before: str | None = None
+) -> pytest.MarkDecorator:
+    is_there = torch_before is None or Version(torch.__version__) < Version(torch_before)
+    return pytest.mark.xfail(is_there, strict=True, raises=raises, reason=f"docs/upstream.md: {reason}")
 
 
 def emulated(recipe: str) -> Float8LinearConfig:
@@ -262,6 +266,20 @@ def test_a_sharded_checkpoint_of_the_trainer_can_be_consolidated():
     _format_checkpoint({"state_dict": {}, "optimizer_0": {}})  # the keys of ModelParallelStrategy.save_checkpoint
 
 
+@on_ranks
+def error_of_the_norms_of_sharded_gradients() -> str:
+    from lightning.pytorch.utilities import grad_norm
+
+    model = sharded(layers(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return refused(lambda: grad_norm(model, 2), RuntimeError, "its data is not allocated yet")
+
+
+@fault("Lightning puts the norms of gradients, which are DTensors, into a tensor of numbers")
+def test_norms_of_sharded_gradients_can_be_asked_of_lightning(facts):
+    assert facts(error_of_the_norms_of_sharded_gradients) == ["", ""]
+
+
 # ---- PyTorch
 
 
@@ -467,6 +485,11 @@ def private_parts_of_fsdp2() -> list[str]:
     check("_unsharded_param", fsdp.sharded_by_gathered(model)[id(model[0].weight)] is first.sharded_param)
     fsdp.reshard(model)
     check("is_unsharded", isinstance(model[0].weight, DTensor))
+    ahead = list(fsdp.groups(model))[1]
+    ahead.unshard()
+    check("_all_gather_result", ahead._all_gather_result is not None)
+    fsdp.reshard(model)
+    check("_all_gather_result, device_handle", ahead._all_gather_result is None)
     fsdp.follow_frozen(model)
     return wrong
 
@@ -573,7 +596,7 @@ def refuses_thawed() -> str:
     return refused(lambda: model(torch.ones(1, 4)).sum().backward(), RuntimeError, "assign a gradient")
 
 
-@fault("FSDP2 asks once which parameters are trained")
+@fault("FSDP2 asks once which parameters are trained", torch_before="2.14")
 def test_a_parameter_may_be_thawed_after_the_first_forward(facts):
     assert facts(refuses_thawed) == ["", ""]
 

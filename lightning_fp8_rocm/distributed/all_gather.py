@@ -125,6 +125,7 @@ class _Weight:
             self._cast(shard, in_backward)
         assert self.sent is not None
         sent, scale = self.sent, None if self.is_row_scaled else self.scale
+        _read_here(*sent)  # a user's `module.unshard()` casts on another stream than forward and backward
         if in_backward:
             self.due -= 1
         elif self.gathers.expects_backward and fsdp.is_gathered_in_backward(self.group):
@@ -154,6 +155,8 @@ class _Weight:
     def received(
         self, outputs: tuple[Tensor, ...], scale: Tensor | None, param_dtype: torch.dtype, out: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        if scale is not None:
+            _read_here(scale)  # made on the stream of FSDP2's copy-in, unless it is one of a step
         if out is not None:
             assert isinstance(out, GatheredWeight)
             if scale is not None:
@@ -163,6 +166,13 @@ class _Weight:
         data = outputs[0].view(self.dtype)[:rows]
         of_rows = outputs[1][:rows].unsqueeze(-1) if scale is None else scale
         return GatheredWeight(data, of_rows, param_dtype), outputs
+
+
+def _read_here(*tensors: Tensor) -> None:
+    """Let no one have their memory, once they are let go of, before the current stream has read it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _pad_rows(data: Tensor, missing: int) -> Tensor:
@@ -287,6 +297,8 @@ class FP8AllGather:
         try:
             yield
         finally:
+            if self.in_evaluation_step:
+                self.forget()  # no backward will ask
             self.in_step = self.in_evaluation_step = self.expects_backward = False
 
 

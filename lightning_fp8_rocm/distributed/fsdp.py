@@ -24,6 +24,10 @@ What we touch, and why:
     A forward within a method of the same unit must leave it gathered; and whether backward gathers it again.
 ``FSDPParamGroup.is_unsharded``
     Whether a parameter is gathered at the moment.
+``FSDPParamGroup._all_gather_result``, ``.device_handle``
+    What was gathered ahead for a unit that was then not called: its next forward would take the weights of then.
+``FSDPState._pre_backward()``
+    FSDP2 looks for the tensors that start a unit's backward in containers alone, not in objects.
 ``FSDPState._mp_policy``
     For what dtype an earlier Trainer sharded a module.
 """
@@ -158,9 +162,32 @@ def reshard(root: nn.Module) -> None:
 def reshard_units(modules: Iterable[nn.Module]) -> None:
     """As :func:`reshard`, for units that are known: to find them in a large model takes as long as a small step."""
     for module in modules:
-        if any(group.is_unsharded for group in _state(module)._fsdp_param_groups):
+        of_unit = _state(module)._fsdp_param_groups
+        for group in of_unit:
+            _drop_prefetched(group)
+        if any(group.is_unsharded for group in of_unit):
             assert isinstance(module, FSDPModule)
             module.reshard()
+
+
+def _drop_prefetched(group: Group) -> None:
+    """Forget a gather that was begun ahead of a forward that never came, once it is over, as FSDP2 does in backward."""
+    pending = group._all_gather_result
+    if pending is None:
+        return
+    if pending.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(pending.all_gather_event)
+    if isinstance(pending.all_gather_work, dist.Work):
+        pending.all_gather_work.wait()
+    group._all_gather_result = None
+
+
+def gather_before_backward(module: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Gather a unit when a gradient reaches one of ``tensors``, as FSDP2 does for those it finds in an output."""
+    state = _state(module)
+    if state._training_state != TrainingState.PRE_BACKWARD:  # else backward computes them again, and it is gathered
+        for tensor in tensors:
+            tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]
 
 
 def is_in_forward(module: nn.Module) -> bool:
@@ -187,6 +214,7 @@ def leave_forward(root: nn.Module) -> None:
         for group in state._fsdp_param_groups:
             written = [param for param in group.fsdp_params if _is_overwritten(param)]
             group._training_state = TrainingState.IDLE
+            _drop_prefetched(group)
             group.reshard()
             for param in written:
                 reset_gathered(param)

@@ -145,7 +145,21 @@ def _usable_after_error(module: nn.Module) -> Iterator[None]:
 
 
 def _has_graph(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(result))
+    leaves = pytree.tree_leaves(result)
+    return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or any(
+        True for _ in _tensors_in_objects(result)
+    )
+
+
+def _tensors_in_objects(result: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Tensors with a graph in attributes, as a ``torch.distributions.Normal`` or a posterior of one's own has them."""
+    for leaf in pytree.tree_leaves(result):
+        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) and not callable(leaf):
+            held = dict(vars(leaf))
+            for tensor in pytree.tree_leaves(held):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    yield tensor
+            yield from _tensors_in_objects(held, depth - 1)
 
 
 def _with_sharded_parameters(module: nn.Module, result: Any) -> Any:
@@ -202,6 +216,8 @@ def _watched(module: nn.Module, name: str, plain: Callable[..., Any]) -> Callabl
         watches, is_first = is_first and fsdp.owns_parameters(module), False
         with _WriteWatch(module, name) if watches else nullcontext():
             result = plain(*args, **kwargs)
+        if torch.is_grad_enabled():
+            fsdp.gather_before_backward(module, _tensors_in_objects(result))
         fsdp.follow_gathered(module)
         if written := fsdp.overwritten(module):
             raise _lost_write(module, name, written)

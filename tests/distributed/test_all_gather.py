@@ -502,12 +502,11 @@ def check_repeated_gathers(recipe: str) -> None:
             assert wire.calls["allreduce_"] == expected
             assert all(weight.sent is None for weight in gathers._weights)
 
-    # An evaluation casts once too, and lets go of the bytes when the next step begins.
+    # An evaluation casts once too, and lets go of the bytes when it ends.
     with counted_casts() as casts, torch.no_grad(), step_of(gathers):
         block(x)
     assert casts == {kind: 2}
-    with step_of(gathers):
-        assert all(weight.sent is None for weight in gathers._weights)
+    assert all(weight.sent is None for weight in gathers._weights)
 
     # Outside of a step, one all-reduce for each forward gather of a unit, none in backward, which casts once more.
     with Collectives() as wire, counted_casts() as casts:
@@ -696,6 +695,44 @@ def check_manual_optimization(recipe: str) -> None:
         assert found[0] == found[1]
     assert apart(*found) < TOLERANCE
     assert len(set(found[0])) == 4
+
+
+class LeavesEarly(nn.Sequential):
+    depth = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[: self.depth]:
+            x = block(x)
+        return x
+
+
+def check_gathered_ahead_for_nobody(recipe: str | None) -> None:
+    module, gathers = sharded(LeavesEarly(*net(3)), recipe, gather=recipe is not None)
+    for place in (0, 1):
+        module[place].set_modules_to_forward_prefetch([module[place + 1]])
+    units = list(fsdp.units(module).values())
+    x, _ = batch()
+    outputs = []
+    with torch.no_grad():
+        module.depth = 1
+        with step_of(gathers):
+            module(x)
+        assert module[1]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_result is not None
+        for parameter in module.parameters():
+            parameter.mul_(2)
+        module.depth = 3
+        for _ in range(2):
+            fsdp.reshard_units(units)
+            with step_of(gathers):
+                outputs.append(module(x))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_what_was_gathered_ahead_for_a_unit_that_was_not_called_is_not_used_later(
+    ranks: Ranks, recipe: str | None
+) -> None:
+    ranks(2, check_gathered_ahead_for_nobody, recipe)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

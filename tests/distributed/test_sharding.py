@@ -846,6 +846,10 @@ class VAE(nn.Module):
             x = torch.nn.functional.linear(x, weight).tanh() + self(x)
             yield x
 
+    def posterior(self, x: Tensor) -> torch.distributions.Distribution:
+        scale = self.dec(x).exp()
+        return torch.distributions.Independent(torch.distributions.Normal(self.encode(x), scale), 1)
+
     def trained(self) -> Any:
         return {"weights": [self.enc.weight, self.dec.weight], "bias": self.dec.bias}
 
@@ -869,6 +873,7 @@ USES: dict[str, Callable[[VAE, Tensor], Tensor]] = {
     "everything": lambda vae, x: vae.both(x, call=x * 2) + vae(x) + vae.decode(x),
     "an error within": lambda vae, x: vae.forgives(x) + vae.encode(x),
     "generator": lambda vae, x: sum(vae.stream(x), torch.zeros(())) + vae.decode(x),  # type: ignore[return-value]
+    "an object": lambda vae, x: vae.posterior(x).mean * vae.posterior(x).stddev,
     "checkpointed": lambda vae, x: torch.utils.checkpoint.checkpoint(vae.sample, x, use_reentrant=False),
 }
 
@@ -923,6 +928,45 @@ def all_methods() -> dict[str, list[str]]:
 
 def test_methods_give_what_they_give_unsharded_in_all_combinations(ranks: Ranks) -> None:
     assert ranks(2, all_methods) == [{}, {}]
+
+
+class Encoder(nn.Module):
+    """A unit whose forward returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> torch.distributions.Normal:
+        loc, scale = self.layers(x).chunk(2, dim=-1)
+        return torch.distributions.Normal(loc, scale.exp())
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Encoder(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        posterior = self.encoder(x)
+        decoded: Tensor = self.decoder(posterior.mean + posterior.stddev)
+        return decoded
+
+
+def gradients_through_an_object() -> list[bool]:
+    one = seeded(Coder)
+    root = sharded(copy.deepcopy(one), reshard_after_forward=True)
+    undo = gather_in_methods(root.encoder)
+    inputs = torch.randn(4, 8)
+    for net in (root, one, root, one):
+        net(inputs).pow(2).sum().backward()
+    undo()
+    mine, theirs = root.parameters(), one.parameters()
+    return [p.grad is not None and torch.allclose(whole(p.grad), q.grad) for p, q in zip(mine, theirs, strict=True)]
+
+
+def test_a_unit_that_returns_an_object_with_tensors_gets_its_gradients(ranks: Ranks) -> None:
+    assert ranks(2, gradients_through_an_object) == [[True] * 6] * 2
 
 
 def other_methods() -> dict[str, Any]:

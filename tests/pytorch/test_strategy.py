@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +27,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import Blocks, batches, trainer
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8_rocm import FP8Linear, FP8Precision, FSDP2FP8Strategy, Operand, Product, hardware
+from lightning_fp8_rocm import FP8Linear, FP8Precision, FSDP2FP8Strategy, Operand, Product, convert, hardware
 from lightning_fp8_rocm import FP8Recipe as Recipe
 from lightning_fp8_rocm.distributed.all_gather import MarkedShard
 
@@ -221,6 +223,85 @@ def test_an_instance_that_has_served_one_trainer_serves_the_next_with_the_next_o
     second.fit(module, batches())
     assert module.kinds["train"] == {"Linear"}
     assert fp8_layers(module) == []
+
+
+class Made(L.Callback):
+    """What torch was told of the blocks, where the arguments of the strategy take effect."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        states = [block._get_fsdp_state() for block in module.blocks]
+        group = states[0]._fsdp_param_groups[0]
+        self.found = {
+            "cpu_offload": isinstance(group.offload_policy, CPUOffloadPolicy),
+            "reduce_dtype": group.mp_policy.reduce_dtype,
+            "reshard_after_forward": group._reshard_after_forward,
+            "forward_prefetch": [states.index(state) for state in states[0]._states_to_forward_prefetch],
+            "backward_prefetch": [states.index(state) for state in states[1]._states_to_backward_prefetch],
+            "find_unused_parameters": group.reduce_scatter_unused_params,
+            "activation_checkpointing_policy": "_unpatched_forward" in vars(module.blocks[0]),
+            "compile": module.blocks[0]._compiled_call_impl is not None,
+            "auto_wrap_policy": "blocks.0.1" in trainer.strategy.report.units,
+        }
+
+
+def test_each_argument_reaches_what_it_is_for() -> None:
+    def made(**arguments: Any) -> dict[str, Any]:
+        seen = Made()
+        module = Blocks()
+        sharded_trainer(strategy=FSDP2FP8Strategy(**arguments), callbacks=[seen], fast_dev_run=1).fit(module, batches())
+        assert "_unpatched_forward" not in vars(module.blocks[0])
+        assert module.blocks[0]._compiled_call_impl is None
+        return seen.found
+
+    usual = {
+        "cpu_offload": False,
+        "reduce_dtype": torch.float32,
+        "reshard_after_forward": True,
+        "forward_prefetch": [],
+        "backward_prefetch": [],
+        "find_unused_parameters": False,
+        "activation_checkpointing_policy": False,
+        "compile": False,
+        "auto_wrap_policy": False,
+    }
+    assert made() == usual
+    assert made(
+        cpu_offload=True,
+        reduce_dtype="bfloat16",
+        forward_prefetch=1,
+        find_unused_parameters=True,
+        activation_checkpointing_policy="full",
+    ) == usual | {
+        "cpu_offload": True,
+        "reduce_dtype": torch.bfloat16,
+        "forward_prefetch": [1],
+        "find_unused_parameters": True,
+        "activation_checkpointing_policy": True,
+    }
+    assert made(reshard_after_forward=False, backward_prefetch=1, compile={"backend": "eager"}) == usual | {
+        "reshard_after_forward": False,
+        "backward_prefetch": [0],
+        "compile": True,
+    }
+    assert made(auto_wrap_policy={"Linear", "Sequential"})["auto_wrap_policy"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_row_scales_alone_ask_inductor_for_the_casts_of_eager(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **kwargs: told.append(kwargs))
+    strategy = FSDP2FP8Strategy(compile=True)
+    sharded_trainer(FP8Precision(recipe), strategy=strategy, fast_dev_run=1).fit(Blocks(), batches())
+    assert told == [{"options": {"emulate_precision_casts": True}} if recipe == "rowwise" else {}] * 2
+
+
+def test_a_module_may_be_made_on_meta_by_the_trainer() -> None:
+    run = sharded_trainer(fast_dev_run=1)
+    with run.init_module(empty_init=True):
+        module = Blocks()
+    assert all(parameter.is_meta for parameter in module.parameters())
+    run.fit(module, batches())
+    assert all(parameter.full_tensor().isfinite().all() for parameter in module.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -425,6 +506,11 @@ class WithScalar(Blocks):
         self.scalar = nn.Parameter(torch.tensor(1.0))
 
 
+class WithoutOptimizer(Blocks):
+    def configure_optimizers(self) -> Any:
+        raise ValueError("no learning rate")
+
+
 class TensorParallel(Blocks):
     def configure_model(self) -> None:
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -454,6 +540,7 @@ def _errors(path: Path) -> dict[str, tuple[str, str]]:
         "fsdp1": refused(WrappedByFSDP1()),
         "one bad layer": refused(Blocks() if first else WithScalar()),
         "one bad pattern": refused(Blocks(), FP8Precision(exclude=["head" if first else "lm_head"])),
+        "one bad optimizer": refused(Blocks() if first else WithoutOptimizer()),
         "two formats": refused(Blocks(), FP8Precision(fp8_format="ocp" if first else "fnuz")),
         "no file": fit_from(path / ("no.ckpt" if first else "other.ckpt")),
         "no file on one": fit_from(path / "good.ckpt", seen=first),
@@ -483,6 +570,7 @@ def test_what_one_rank_or_all_cannot_do_is_the_same_error_on_all_ranks(ranks: Ra
         "fsdp1": "'blocks.0' is wrapped by FullyShardedDataParallel.*leave that out",
         "one bad layer": r"the setup of the model: rank 1 of 2 raised ValueError: FSDP2 cannot train.*'scalar'",
         "one bad pattern": r"rank 1 of 2 raised ValueError: .*'lm_head' in `exclude` matches none",
+        "one bad optimizer": r"`configure_optimizers`: rank 1 of 2 raised ValueError: no learning rate",
         "two formats": r"the FP8 recipe and format must be the same on all ranks.*ocp.* on rank 0.*fnuz.*on rank 1",
         "no file": r"No checkpoint at .*no\.ckpt",
         "no file on one": "loading .*: rank 1 of 2 raised FileNotFoundError: .*gone",
@@ -660,6 +748,133 @@ def test_the_limits_of_a_trainer_hold(ranks: Ranks) -> None:
     ranks(2, _limits)
 
 
+class Logs(Blocks):
+    """Logs its rank, and asks the strategy for what Lightning's callbacks ask it."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        rank, strategy = self.global_rank, self.trainer.strategy
+        self.log("mean", float(rank), sync_dist=True)
+        self.log("sum", float(rank + 1), sync_dist=True, reduce_fx="sum")
+        assert strategy.broadcast({"rank": rank}) == {"rank": 0}
+        assert strategy.broadcast({"rank": rank}, src=1) == {"rank": 1}
+        assert strategy.reduce(torch.tensor([float(rank)]), reduce_op="sum").tolist() == [1.0]
+        assert not strategy.reduce_boolean_decision(rank == 0)
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert strategy.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+        before = time.monotonic()
+        if rank == 0:
+            time.sleep(0.5)
+        strategy.barrier()
+        assert time.monotonic() - before > 0.3
+        assert strategy.is_global_zero == (rank == 0)
+        return super().training_step(batch, index)
+
+
+def _logs() -> dict[str, float]:
+    run = sharded_trainer(max_steps=1)
+    run.fit(Logs(), batches())
+    return {name: run.logged_metrics[name].item() for name in ("mean", "sum")}
+
+
+def test_values_are_reduced_and_sent_over_all_ranks(ranks: Ranks) -> None:
+    assert ranks(2, _logs) == [{"mean": 0.5, "sum": 3.0}] * 2
+
+
+class Writes(L.Callback):
+    """Puts other tensors in the place of the weights between the steps, and looks at once, as a user might."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: list[Tensor], index: int) -> None:
+        with torch.no_grad():
+            state = {name: value.detach().clone() * 3 for name, value in module.state_dict().items()}
+            module.load_state_dict(state, assign=True)
+            assert marked(module) == []
+            check_output(module, batch[0])
+            assert marked(module) == WEIGHTS
+
+
+def check_output(module: Any, x: Tensor) -> None:
+    """It is that of a model which was just built with the weights of now."""
+    with torch.no_grad():
+        output = module(x)
+        fresh = Blocks()
+        fresh.load_state_dict(full_weights(module))
+        convert(fresh)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = fresh(x)
+    assert apart(output, expected) < 0.1  # the weights before they were multiplied by 3 would be 0.67 apart
+
+
+def apart(output: Tensor, other: Tensor) -> float:
+    return ((output.float() - other.float()).norm() / other.float().norm()).item()
+
+
+def _writes() -> None:
+    for manual in (False, True):
+        module = Blocks() if not manual else Manual()
+        run = sharded_trainer(limit_train_batches=2, callbacks=[Writes()])
+        run.fit(module, batches())
+        assert run.global_step == 2
+
+
+class Manual(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.step("train", batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        for factor in (3, 1 / 3):
+            for parameter in self.parameters():
+                parameter.data.mul_(factor)
+            check_output(self, batch[0])
+
+
+def test_weights_that_a_hook_or_a_manual_step_writes_count_at_once_and_travel_in_fp8(ranks: Ranks) -> None:
+    ranks(2, _writes)
+
+
+class Graphs(L.Callback):
+    """How many graphs there are after each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(counters["stats"]["unique_graphs"])
+
+
+def _compiled() -> None:
+    found = []
+    for compiled in ({"backend": "aot_eager", "fullgraph": True}, False):
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = Graphs()
+        module = Blocks()
+        run = sharded_trainer(
+            strategy=FSDP2FP8Strategy(compile=compiled, activation_checkpointing_policy="full"),
+            callbacks=[graphs],
+            max_epochs=2,
+            accumulate_grad_batches=2,
+        )
+        run.fit(module, batches(4), batches(4))
+        found.append(full_weights(module))
+        assert not counters["graph_break"]
+        if compiled:
+            assert len(graphs.counts) == 8
+            # Each mode was seen twice by the end of the first epoch.
+            assert 0 < graphs.counts[3] == graphs.counts[-1], graphs.counts
+        else:
+            assert graphs.counts[-1] == 0
+    assert all(apart(found[0][name], found[1][name]) < 1e-2 for name in found[0])
+
+
+def test_blocks_compiled_by_the_strategy_are_compiled_once_and_train_as_eager_ones(ranks: Ranks) -> None:
+    ranks(2, _compiled)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
@@ -810,6 +1025,24 @@ class AfterEpochs(L.Callback):
         self.weights.append(full_weights(module))
 
 
+@contextmanager
+def pretended_psutil() -> Iterator[list[torch.device]]:
+    """What DeviceStatsMonitor asks for on a CPU, also where psutil is not installed; the devices that it asks about."""
+    from lightning.pytorch.accelerators import cpu
+
+    asked: list[torch.device] = []
+
+    def stats(self: object, device: torch.device) -> dict[str, float]:
+        asked.append(device)
+        return {"cpu_percent": 1.0}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_PSUTIL_AVAILABLE", True)
+        patch.setattr(cpu, "get_cpu_stats", lambda: {"cpu_percent": 1.0})
+        patch.setattr(cpu.CPUAccelerator, "get_device_stats", stats)
+        yield asked
+
+
 def _callbacks(path: Path) -> str:
     import contextlib
     import io
@@ -833,9 +1066,10 @@ def _callbacks(path: Path) -> str:
         callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2),
         callbacks.LambdaCallback(on_train_epoch_end=lambda *_: calls.append("epoch")),
         callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
+        callbacks.DeviceStatsMonitor(cpu_stats=True),
     ]
     module = Tuned()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pretended_psutil() as asked:
         run = sharded_trainer(
             max_epochs=5, callbacks=every, logger=loggers, log_every_n_steps=1, enable_progress_bar=True
         )
@@ -845,6 +1079,7 @@ def _callbacks(path: Path) -> str:
     assert calls == ["epoch"] * 3
     assert run.global_step == 2 + 1 + 1
     assert timer.time_elapsed("train") > 0
+    assert set(asked) == {run.strategy.root_device}
     whole = sum(p.numel() for p in Blocks().parameters())
     assert run.strategy.lightning_module is module
     assert summary._summary(run, module).total_parameters == whole
@@ -944,3 +1179,40 @@ def test_variables_of_pretended_amd_hardware_are_set_where_they_are_not_and_told
     assert all(f"{name}={value}" in printed for name, value in wanted.items())
     assert "GPU_MAX_HW_QUEUES" not in printed
     assert set_environment(replace(gpu, arch="sm_90")) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        ({}, "nccl"),
+        ({"cpu_offload": True}, "cpu:gloo,cuda:nccl"),
+        ({"process_group_backend": "mine", "timeout": timedelta(seconds=7)}, "mine"),
+    ],
+    ids=str,
+)
+def test_on_a_pretended_gpu_the_variables_are_set_before_the_process_group_which_is_that_of_gpus(
+    arguments: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_fp8_rocm.pytorch import strategy as module
+
+    class Stop(Exception):
+        pass
+
+    def start(environment: object, backend: str, timeout: timedelta, device_id: torch.device) -> None:
+        calls.append((backend, timeout, device_id))
+        raise Stop
+
+    calls: list[Any] = []
+    gpu = torch.device("cuda", 0)
+    strategy = FSDP2FP8Strategy(**arguments)
+    run = sharded_trainer(strategy=strategy)
+    run.strategy.connect(Blocks())
+    strategy.lightning_module._trainer = run
+    strategy.parallel_devices = [gpu]
+    monkeypatch.setattr(run.accelerator, "setup_device", lambda device: None)
+    monkeypatch.setattr(module.hardware, "of_device", lambda device: f"hardware of {device}")
+    monkeypatch.setattr(module, "set_environment", calls.append)
+    monkeypatch.setattr(module, "_init_dist_connection", start)
+    with pytest.raises(Stop):
+        strategy.setup_environment()
+    assert calls == ["hardware of cuda:0", (backend, arguments.get("timeout", timedelta(minutes=30)), gpu)]
