@@ -565,6 +565,7 @@ class FSDP2StrategyMixin:
                 self._undo.append(sharding.compile_blocks(planned, options, emulate_precision_casts=rows))
         sharding.shard(planned, plan)
         sharding.move_others(root, device)
+        self._undo.append(sharding.cast_inputs_of_layers(root))
         if self.forward_prefetch is not None or self.backward_prefetch is not None:
             sharding.prefetch(planned, self.forward_prefetch, self.backward_prefetch)
         fsdp.reduce_unused(root, self.find_unused_parameters)
@@ -684,7 +685,7 @@ class FSDP2StrategyMixin:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """A hook of the user may call a unit at any time, also after the marks were dropped."""
-        if self._gathers is not None and not self._gathers.in_step:
+        if self._gathers is not None and not self._gathers.is_stepping:  # a step has marked all
             self._gathers.mark()
 
     def _follow_frozen(self, root: nn.Module) -> None:

@@ -225,7 +225,7 @@ class FP8AllGather:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.in_step = self.in_evaluation_step = self.expects_backward = False
+        self.is_stepping = self.in_step = self.in_evaluation_step = self.expects_backward = False
         self.in_bf16: dict[str, str] = {}
         self._weights: list[_Weight] = []
         layers = {child: name for name, child in root.named_modules() if isinstance(child, FP8Linear)}
@@ -290,7 +290,7 @@ class FP8AllGather:
         tensorwise = [weight for weight in self._weights if not weight.is_row_scaled]
         if not weights_change and tensorwise:
             _agree_on_scales(tensorwise)
-        self.in_step = not weights_change
+        self.is_stepping, self.in_step = True, not weights_change
         # FSDP2 gathers under `no_grad`, so a gather itself cannot ask.
         self.expects_backward = torch.is_grad_enabled()
         self.in_evaluation_step = self.in_step and not self.expects_backward
@@ -299,7 +299,7 @@ class FP8AllGather:
         finally:
             if self.in_evaluation_step:
                 self.forget()  # no backward will ask
-            self.in_step = self.in_evaluation_step = self.expects_backward = False
+            self.is_stepping = self.in_step = self.in_evaluation_step = self.expects_backward = False
 
 
 def _why_in_bf16(layer: FP8Linear, param: fsdp.Param) -> str | None:

@@ -318,6 +318,13 @@ def param_dtype(module: nn.Module) -> torch.dtype | None:
     return dtype
 
 
+def casts_within(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which a unit computes that leaves its inputs as they are; None for other units."""
+    policy = _state(module)._mp_policy
+    dtype: torch.dtype | None = None if policy.cast_forward_inputs else policy.param_dtype
+    return dtype
+
+
 def holds_only(module: nn.Module, dtype: torch.dtype | None) -> bool:
     """Whether all floating-point parameters of a module have this dtype, so that casting to it changes nothing."""
     return all(parameter.dtype == dtype for parameter in module.parameters() if parameter.is_floating_point())

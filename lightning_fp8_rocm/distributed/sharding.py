@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -246,16 +247,17 @@ class ShardingPlan:
     reshard_after_forward: bool | None = None
     cpu_offload: bool = False
 
-    def arguments(self, module: nn.Module, *, casts: bool) -> dict[str, Any]:
+    def arguments(self, module: nn.Module, *, casts: bool, casts_inputs: bool = True) -> dict[str, Any]:
         """What ``fully_shard`` gets for one module.
 
         Args:
             module: A unit, or BatchNorm within one: the kernels of a norm with running statistics want its weights in
                 the dtype of those, and its input as it is.
             casts: Whether the module computes in ``param_dtype``.
+            casts_inputs: Whether, then, all its inputs are cast. Else :func:`cast_inputs_of_layers` casts within it.
         """
         if casts and not isinstance(module, _NormBase):
-            policy = MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+            policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=casts_inputs)
         else:
             policy = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         return self._arguments(policy)
@@ -331,7 +333,40 @@ def shard(units: Sequence[Unit], plan: ShardingPlan) -> None:
             is_norm = isinstance(module, _NormBase) and module is not unit.module
             if is_norm and next(module.parameters(recurse=False), None) is not None:
                 fully_shard(module, **plan.arguments(module, casts=False))
-        fully_shard(unit.module, **plan.arguments(unit.module, casts=unit.module not in as_written))
+        # A whole model may get targets or time steps, which `param_dtype` cannot hold; a block or a layer does not.
+        casts_inputs = unit.kind == "block" or not _has_layers(unit.module)
+        casts = unit.module not in as_written
+        fully_shard(unit.module, **plan.arguments(unit.module, casts=casts, casts_inputs=casts_inputs))
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def cast_inputs_of_layers(root: nn.Module) -> Undo:
+    """Let the layers of a unit that casts no inputs of its own cast theirs, to the dtype of their gathered weights.
+
+    Returns:
+        What takes the hooks off.
+    """
+    handles = []
+    for unit in fsdp.units(root).values():
+        dtype = fsdp.casts_within(unit)
+        if dtype is None:
+            continue
+        for layer in _of_unit(unit):
+            if not _has_layers(layer) and next(layer.parameters(recurse=False), None) is not None:
+                handles.append(layer.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
 def _of_unit(module: nn.Module) -> Iterable[nn.Module]:

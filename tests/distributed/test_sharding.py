@@ -19,6 +19,7 @@ from lightning_fp8_rocm.distributed.methods import gather_in_methods
 from lightning_fp8_rocm.distributed.sharding import (
     ShardingPlan,
     broadcast_buffers,
+    cast_inputs_of_layers,
     check_sharded_before,
     checkpoint_activations,
     make_mesh,
@@ -42,6 +43,7 @@ def sharded(root: nn.Module, mesh: Any = None, policy: Any = "auto", **changes: 
     units = plan_units(root, policy)
     check_materialisable(root)
     shard(units, plan(mesh, **changes))
+    cast_inputs_of_layers(root)
     fsdp.initialise(root)
     return root
 

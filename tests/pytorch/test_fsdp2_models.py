@@ -644,3 +644,44 @@ def test_a_model_that_the_user_sharded_in_part_or_whole_trains_the_same(ranks: R
     ]
     for spec, several in zip(specs, fit_on(ranks, 2, fits, *specs), strict=True):
         assert_same(fit_alone(ranks, fits, **spec), several, spec)
+
+
+class Timed(nn.Module):
+    """A whole model that gets its targets, and a time step that bf16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.seen: list[float] = []
+
+    def forward(self, inputs: Tensor, target: Tensor, *, step: Tensor) -> Tensor:
+        assert target.dtype == step.dtype == torch.float32
+        self.seen += [target.max().item(), step.item()]
+        hidden = self.norm(self.embed(inputs + self.shift))
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden, _ = self.recurrent(hidden.unsqueeze(1).repeat(1, 2, 1))
+        return (hidden.float().mean(dim=(1, 2)) - target / step / 1e3).square().mean()
+
+
+class Regression(Case):
+    def build(self) -> None:
+        self.net = Timed()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.net(batch[0], torch.full((len(batch[0]),), 1234567.0), step=torch.tensor(999.0))
+        assert self.net.seen[-2:] == [1234567.0, 999.0]
+        return loss
+
+
+def test_a_child_gets_targets_and_time_steps_as_they_are(ranks: Ranks) -> None:
+    specs: list[dict[str, Any]] = [
+        {"case": "Regression", "precision": precision} for precision in ("32-true", "bf16-mixed", {"recipe": "rowwise"})
+    ]
+    for spec, several in zip(specs, fit_on(ranks, 2, fits, *specs), strict=True):
+        one = fit_alone(ranks, fits, **spec)
+        assert_same(one, several, spec, to=EXACT if spec["precision"] == "32-true" else 0.2)
