@@ -194,7 +194,14 @@ def run(model: Any, precision: Any, gathers: FP8AllGather | None = None) -> tupl
     return losses, graphs
 
 
-CASES: list[tuple[str, Any]] = [("tensorwise", "full"), ("rowwise", "selective"), ("rowwise_with_gw_hp", None)]
+CASES: list[tuple[str, Any]] = [
+    ("tensorwise", "full"),
+    ("rowwise", "selective"),
+    ("rowwise_with_gw_hp", None),
+    ("tensorwise", None),
+    ("rowwise", None),
+    ("rowwise_with_gw_hp", "selective"),
+]
 
 
 def trains(cases: list[tuple[str, Any]], world: int, backend: str) -> list[str]:
@@ -249,8 +256,8 @@ def trains(cases: list[tuple[str, Any]], world: int, backend: str) -> list[str]:
                 problems.append(f"{case}breaks {breaks}")
             if graphs[1] == 0 or len(set(graphs[2:])) > 1:
                 problems.append(f"{case}recompiles {graphs}")
-            # Where inductor rounds as eager does, they agree; elsewhere FP8 rounds what fp32 and bf16 made different.
-            near = 1e-3 if rows else 0.1
+            # Where inductor rounds as eager does, they agree, up to the order of sums, which FP8 rounds to other steps.
+            near = 0.1 if not rows else 1e-3 if world == 1 else 1e-2
             far = [(a, b) for a, b in zip(losses, expected, strict=True) if abs(a - b) > near * abs(b)]
             if far or losses[-1] >= losses[0]:
                 problems.append(f"{case}losses {losses} {expected}")
@@ -266,3 +273,7 @@ def test_every_recipe_trains_compiled_as_it_does_eagerly_and_compiles_once() -> 
 
 def test_it_does_on_two_ranks_with_weights_gathered_in_fp8(ranks: Ranks) -> None:
     assert ranks(2, trains, [("tensorwise", None), ("rowwise", "selective")], 2, "aot_eager") == [[], []]
+
+
+def test_inductor_compiles_blocks_whose_weights_two_ranks_gather_in_fp8(ranks: Ranks) -> None:
+    assert ranks(2, trains, [("tensorwise", None), ("rowwise", "selective")], 2, "inductor", timeout=400) == [[], []]
