@@ -1,4 +1,4 @@
-"""Teaches Lightning the names ``"fp8-rocm"`` and ``"fsdp2_fp8"``: the one place that touches its private parts.
+"""Teaches Lightning the names ``"fp8-rocm"`` and ``"fsdp2_fp8"``: the one place that changes its private parts.
 
 Lightning has a registry for strategies, where ours is entered, and none for precisions: its connectors compare the
 string with a ``Literal``. What we touch for that, in each flavour of Lightning, and why:

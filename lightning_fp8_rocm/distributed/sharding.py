@@ -297,7 +297,8 @@ def check_sharded_before(units: Sequence[Unit], plan: ShardingPlan) -> None:
             raise ValueError(
                 f"{unit.name!r} was sharded before, to compute in {before or 'the dtype of its parameters'}, and this"
                 f" Trainer's precision computes in {plan.param_dtype or 'the dtype of the parameters'}. FSDP2 cannot"
-                " change that: use the precision of then, or load the weights into a new module."
+                " change that: use the precision of then, or load the weights into a new module. If you shard it in"
+                f" `configure_model`, pass `mp_policy=MixedPrecisionPolicy(param_dtype={plan.param_dtype})`."
             )
 
 
