@@ -56,7 +56,7 @@ floors: tests/floors.txt pyproject.toml  ## the tests on the oldest versions tha
 	$(VENV)-floors/bin/python -m pip install --quiet --constraint $(VENV)-floors/constraints.txt \
 		--constraint tests/floors.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 $(VENV)-floors/bin/python -m pytest -n $(JOBS) --dist loadscope \
-		tests/float8 tests/pytorch tests/test_registration.py
+		tests/float8 tests/distributed tests/pytorch tests/test_registration.py
 
 bench: install  ## rewrite the committed tables in benchmarks/
 	$(BIN)/python benchmarks/linear.py --json benchmarks/linear.json

@@ -2,8 +2,8 @@
 
 Private functions of Lightning that are called here, as its own strategies call them, and nothing that is changed:
 ``_init_dist_connection``, ``_get_default_process_group_backend_for_device``, ``_distributed_is_initialized``,
-``_sync_ddp_if_available``, ``_optimizers_to_device``, ``_SubprocessScriptLauncher``. The supported versions of Lightning
-have them.
+``_sync_ddp_if_available``, ``_optimizers_to_device``, ``_SubprocessScriptLauncher``. The supported versions of
+Lightning have them.
 """
 
 from collections.abc import Callable, Generator, Mapping
