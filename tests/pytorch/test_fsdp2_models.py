@@ -356,6 +356,35 @@ class LoRA(Case):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+class Peft(Llama):
+    """The adapters of the peft package on a frozen model, put there when the module is made."""
+
+    lr = 1.0
+
+    def build(self) -> None:
+        super().build()
+        self.adapt()
+
+    def adapt(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(2)
+        targets = ["q_proj", "v_proj", "up_proj"]
+        self.net = get_peft_model(self.net, LoraConfig(r=16, target_modules=targets, init_lora_weights=False))
+
+
+class PeftLater(Peft):
+    """The same in `configure_model`, over a base that the loader left in bf16."""
+
+    def build(self) -> None:
+        Llama.build(self)
+        self.net.to(torch.bfloat16)
+
+    def configure_model(self) -> None:
+        if not hasattr(self.net, "peft_config"):
+            self.adapt()
+
+
 class Backbone(LoRA):
     """A backbone that BackboneFinetuning thaws in the second epoch, a part of a unit that a callback thaws earlier."""
 
@@ -685,3 +714,21 @@ def test_a_child_gets_targets_and_time_steps_as_they_are(ranks: Ranks) -> None:
     for spec, several in zip(specs, fit_on(ranks, 2, fits, *specs), strict=True):
         one = fit_alone(ranks, fits, **spec)
         assert_same(one, several, spec, to=EXACT if spec["precision"] == "32-true" else 0.2)
+
+
+def test_adapters_of_peft_train_on_a_frozen_base(ranks: Ranks) -> None:
+    pytest.importorskip("peft")
+    fp8 = {"recipe": "rowwise"}
+    specs: list[dict[str, Any]] = [
+        {"case": "Peft", "precision": "32-true"},
+        {"case": "Peft", "precision": fp8},
+        {"case": "PeftLater", "precision": "bf16-mixed"},
+        {"case": "PeftLater", "precision": fp8},
+    ]
+    for spec, several in zip(specs, fit_on(ranks, 2, fits, *specs), strict=True):
+        one = fit_alone(ranks, fits, **spec)
+        assert_same(one, several, spec, to=OF_LLAMA if spec["precision"] == "32-true" else 0.3)
+        for rank in (one, *several):
+            moved = {name for name, value in rank["weights"].items() if (value != rank["before"][name]).any()}
+            assert len(moved) == 12, spec
+            assert all("lora_" in name for name in moved), spec
