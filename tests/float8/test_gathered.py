@@ -64,7 +64,7 @@ def _scaled_slices(tensor: Tensor, dim: int, by: float) -> Tensor:
     return out
 
 
-# The six of proofs/rowwise_accuracy_proof.py: what weights, activations and gradients look like.
+# What weights, activations and gradients look like.
 DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Case]] = {
     "gauss": Case,
     "log-normal rows": lambda w, x, g: Case(w * torch.exp(torch.randn(N, 1) * 1.5), x, g),
