@@ -33,12 +33,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_fp8_rocm.distributed import fsdp
 
 META_NAME = "meta.pt"
 """The file beside the shards with all that is neither model nor optimizer; Lightning's name for it."""
@@ -59,13 +60,6 @@ def _plain_name(key: str) -> str:
     'net.0.weight'
     """
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Give every unit its shards back: after an evaluation the root may still hold gathered parameters."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -150,7 +144,7 @@ def model_state(model: nn.Module, *, full: bool) -> dict[str, Any]:
         Ordinary tensors in memory of the host: DTensors of ordinary shards; if ``full``, whole tensors on rank 0 and
         ``{}`` on the others. They may share memory with the model, where that lies in memory of the host.
     """
-    _reshard(model)
+    fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
     state = {_plain_name(key): value for key, value in model.state_dict().items()}
     if not full:
         return {name: _map_leaves(value, _sharded) for name, value in state.items()}
@@ -182,7 +176,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool) -> di
         ValueError: A parameter of ``optimizer`` is none of ``model``'s, or has a state that is different on each rank
             and says so nowhere.
     """
-    _reshard(model)
+    fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
     state: dict[str, Any] = optimizer.state_dict()
     names = _names_of(optimizer, model)
     for index, parameter in enumerate(_parameters_of(optimizer)):
@@ -363,7 +357,7 @@ def load(
     """
     path = Path(path)
     check_readable(path)
-    _reshard(model)
+    fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
     is_sharded = path.is_dir()
     contents = _open_sharded(path, weights_only, bool(optimizers)) if is_sharded else _open_full(path, weights_only)
 

@@ -17,6 +17,7 @@ from lightning_fp8_rocm.distributed import fsdp
 from lightning_fp8_rocm.distributed.units import forward_methods
 
 Undo = Callable[[], None]
+"""What takes back a change that was made to modules."""
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """The methods of a LightningModule that a strategy calls instead of its forward."""

@@ -1,6 +1,6 @@
 """From a converted model to a sharded one: the functions here are in the order in which they run."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal
@@ -23,11 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_fp8_rocm.distributed import fsdp
 from lightning_fp8_rocm.distributed.materialise import materialise, own_tensors, put
-from lightning_fp8_rocm.distributed.methods import inside
-from lightning_fp8_rocm.distributed.units import Unit
+from lightning_fp8_rocm.distributed.methods import Undo, inside
+from lightning_fp8_rocm.distributed.units import Unit, is_of
 
 CheckpointingPolicy = Literal["full", "selective"] | Collection[type[nn.Module] | str]
-Undo = Callable[[], None]
 
 DATA_PARALLEL = "data_parallel"
 """The mesh dimension that samplers count: all ranks, for HSDP the flattened mesh."""
@@ -118,11 +117,7 @@ def _of_classes(root: nn.Module, wanted: Collection[type[nn.Module] | str]) -> l
     chosen: dict[nn.Module, None] = {}
     below = [module for module in root.modules() if module is not root]
     for entry in wanted:
-        found = [
-            module
-            for module in below
-            if (isinstance(module, entry) if isinstance(entry, type) else entry in _class_names(module))
-        ]
+        found = [module for module in below if is_of(module, entry)]
         if not found:
             name = entry if isinstance(entry, str) else entry.__name__
             raise ValueError(
@@ -131,10 +126,6 @@ def _of_classes(root: nn.Module, wanted: Collection[type[nn.Module] | str]) -> l
             )
         chosen |= dict.fromkeys(found)
     return list(chosen)
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__}
 
 
 def _patch_forward(module: nn.Module, *, selective: bool) -> None:
@@ -260,9 +251,6 @@ class ShardingPlan:
             policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=casts_inputs)
         else:
             policy = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        return self._arguments(policy)
-
-    def _arguments(self, policy: MixedPrecisionPolicy) -> dict[str, Any]:
         on_gpu = self.device.type == "cuda"
         return {
             "mesh": self.mesh,

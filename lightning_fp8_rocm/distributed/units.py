@@ -391,6 +391,15 @@ def _chosen_blocks(root: nn.Module, policy: AutoWrapPolicy) -> list[nn.Module]:
     return chosen
 
 
+def is_of(module: nn.Module, entry: type[nn.Module] | str) -> bool:
+    """Whether ``module`` is of this class, or of a class of this name.
+
+    >>> is_of(nn.ReLU(), "ReLU"), is_of(nn.ReLU(), nn.Linear)
+    (True, False)
+    """
+    return entry in {cls.__name__ for cls in _classes(module)} if isinstance(entry, str) else isinstance(module, entry)
+
+
 def _matching_modules(modules: Sequence[nn.Module], wanted: Collection[type[nn.Module] | str]) -> list[nn.Module]:
     """The modules of these classes, or of classes of these names; each entry must match one.
 
@@ -399,10 +408,7 @@ def _matching_modules(modules: Sequence[nn.Module], wanted: Collection[type[nn.M
     """
     chosen: set[nn.Module] = set()
     for entry in wanted:
-        if isinstance(entry, str):
-            matching = [module for module in modules if entry in {cls.__name__ for cls in _classes(module)}]
-        else:
-            matching = [module for module in modules if isinstance(module, entry)]
+        matching = [module for module in modules if is_of(module, entry)]
         if not matching:
             present = list(dict.fromkeys(map(_class_name, modules)))
             shown = ", ".join(present[:20]) + (", ..." if len(present) > 20 else "")
