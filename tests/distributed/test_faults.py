@@ -253,10 +253,11 @@ def many_runs_in_one_process(rank: int, watcher: Watcher) -> None:
         dist.barrier(dist.new_group())  # the default store is as it was: groups that come later meet through it
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return  # there a second process group hangs, with no watcher too: the store has keys of the first
-    for _ in range(2):
+    for port in os.environ["MORE_PORTS"].split():  # at the old one, a rank may meet the old store, and hang or fail
         watcher.stop()
         dist.barrier()
         dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = port
         dist.init_process_group("gloo")
         watcher.start()
         dist.barrier(dist.new_group())
@@ -319,7 +320,7 @@ SCENARIOS: dict[str, list[str]] = {
     "all_raise_together": ["a", "a"],
     "an_interrupt_is_not_announced": ["a", "a"],
 }
-SILENT = {"a_node_goes_silent", "the_node_of_the_store_goes_silent"}
+SILENT = {"a_node_goes_silent": 1, "the_node_of_the_store_goes_silent": 0}  # and the rank that is stopped, not ended
 TORCHRUN = [
     "one_rank_raises_and_the_others_cannot_handle_sigterm",
     "the_parent_is_killed",
@@ -362,13 +363,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start_rank(name: str, rank: int, port: int, folder: Path) -> int:
+def start_rank(name: str, rank: int, ports: list[int], folder: Path) -> int:
     """Fork a rank: torch is imported once for all of them. Nothing has been started in this process."""
     pid = os.fork()
     if pid:
         return pid
     nodes = SCENARIOS[name]
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(nodes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(nodes)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+    os.environ["MORE_PORTS"] = " ".join(map(str, ports[1:]))
     with open(folder / f"{name}.{rank}.err", "wb") as err:
         os.dup2(err.fileno(), 2)
     faults._machine = lambda: nodes[rank]  # pretended: several nodes on this machine
@@ -394,9 +396,10 @@ def serve(folder: Path) -> None:
     torch.set_num_threads(1)
     begun = time.monotonic()
     names = {}
-    for name, port in zip(SCENARIOS, free_ports(len(SCENARIOS)), strict=True):
+    free = free_ports(3 * len(SCENARIOS))
+    for number, name in enumerate(SCENARIOS):
         for rank in range(len(SCENARIOS[name])):
-            names[start_rank(name, rank, port, folder)] = (name, rank)
+            names[start_rank(name, rank, free[3 * number : 3 * number + 3], folder)] = (name, rank)
     ended: dict[str, dict[int, list[float]]] = {name: {} for name in SCENARIOS}
     deadline = begun + 45
     while names and time.monotonic() < deadline:
@@ -407,8 +410,7 @@ def serve(folder: Path) -> None:
                 code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
                 ended[name][rank] = [code, time.monotonic() - begun]
                 del names[pid]
-        stopped = [pid for pid, (name, _) in names.items() if name in SILENT]
-        if len(names) == len(stopped):
+        if all(SILENT.get(name) == rank for name, rank in names.values()):
             break
         time.sleep(0.1)
     for pid in names:
