@@ -439,7 +439,8 @@ class FSDP2StrategyMixin:
             such a model is an error, which is looked for in the first steps and every 100.
         state_dict_type: ``"sharded"``: a checkpoint is a directory to which each rank writes its part. ``"full"``: one
             file, as on one device.
-        async_checkpoint: Whether training goes on while a checkpoint is written; not available yet.
+        async_checkpoint: Whether training goes on while a checkpoint is written. It waits only until its copy in memory
+            of the host is made; the next checkpoint, the end of training and an exception wait for the writing.
         process_group_backend: ``"nccl"`` (RCCL) on GPUs and ``"gloo"`` on CPUs by default.
         timeout: After which a collective that a rank does not join is an error.
 
@@ -488,7 +489,7 @@ class FSDP2StrategyMixin:
         check("gradient_sync", gradient_sync, get_args(GradientSync))
         check("find_unused_parameters", find_unused_parameters, (True, False))
         check("state_dict_type", state_dict_type, get_args(StateDictType))
-        check("async_checkpoint", async_checkpoint, (False,), " Writing in the background is not available yet.")
+        check("async_checkpoint", async_checkpoint, (True, False))
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
                 raise ValueError(

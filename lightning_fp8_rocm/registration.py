@@ -10,6 +10,8 @@ string with a ``Literal``. What we touch for that, in each flavour of Lightning,
 ``Fabric.__init__.__annotations__["precision"]``                      ``--help`` lists.
 ``fabric.plugins.precision.precision._PRECISION_INPUT_STR``           What ``fabric run --precision`` offers.
 ``fabric.connector._PRECISION_INPUT_STR``                             What the error for a mistyped name lists.
+``pytorch.core.saving.pl_load``                                       ``load_from_checkpoint`` of a sharded checkpoint,
+                                                                      a directory, where Lightning opens a file.
 ===================================================================== ================================================
 
 Where one of them is missing or has another shape, :class:`UnsupportedLightningError` says which versions are supported.
@@ -26,6 +28,8 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from os import PathLike
+from os.path import isdir
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -53,6 +57,7 @@ class _Entry:
     distribution: str
     registry: tuple[str, str] | None  # where strategies are entered by name
     strategy: str = ""  # our module with the class FSDP2FP8Strategy
+    reader: tuple[str, str] | None = None  # what reads the file for `load_from_checkpoint`
 
 
 _LITERALS = (
@@ -70,6 +75,7 @@ _ENTRIES = (
         distribution="lightning",
         registry=("lightning.pytorch.strategies", "StrategyRegistry"),
         strategy="lightning_fp8_rocm.pytorch.strategy",
+        reader=("lightning.pytorch.core.saving", "pl_load"),
     ),
     _Entry(
         trigger="lightning.fabric.fabric",
@@ -102,6 +108,8 @@ def _teach(entry: _Entry) -> None:
             _accept_in_literal(import_module(module), name)
         if entry.registry is not None:
             _enter_strategy(getattr(import_module(entry.registry[0]), entry.registry[1]), entry)
+        if entry.reader is not None:
+            _read_directories(import_module(entry.reader[0]), entry.reader[1])
     except (AttributeError, KeyError, ImportError) as missing:
         raise UnsupportedLightningError(
             f"lightning_fp8_rocm cannot teach {entry.distribution} {installed(entry.distribution)} the precision"
@@ -165,6 +173,23 @@ def _enter_strategy(registry: Any, entry: _Entry) -> None:
         return import_module(entry.strategy).FSDP2FP8Strategy(**arguments)
 
     registry.register(STRATEGY, make, description="FSDP2 with FP8 weight all-gather", override=True)
+
+
+def _read_directories(module: ModuleType, name: str) -> None:
+    """Let ``load_from_checkpoint`` take a sharded checkpoint, too."""
+    original: Callable[..., Any] = getattr(module, name)
+    if hasattr(original, _MARK):
+        return
+
+    @wraps(original)
+    def reads(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path_or_url, str | PathLike) and isdir(path_or_url):
+            whole = import_module("lightning_fp8_rocm.distributed.whole")
+            return whole.load(path_or_url, map_location=map_location, weights_only=weights_only)
+        return original(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    setattr(reads, _MARK, True)
+    setattr(module, name, reads)
 
 
 class _WhenImported(MetaPathFinder):

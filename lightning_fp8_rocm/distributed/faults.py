@@ -81,7 +81,7 @@ def raise_together(where: str, group: dist.ProcessGroup | None = None) -> Iterat
     except Exception as own:
         error = own
     try:
-        told = _exchange(None if error is None else (_kind(error), _text(error)), group)
+        told = exchange(None if error is None else (_kind(error), _text(error)), group)
     except Exception as broken:  # a peer died
         if error is None:
             raise
@@ -90,12 +90,12 @@ def raise_together(where: str, group: dist.ProcessGroup | None = None) -> Iterat
         return
     agreed_by_all = len(told) == dist.get_world_size()
     if error is not None and all(each == told[0] for each in told):
-        raise (_mark(error) if agreed_by_all else error)
+        raise (agreed(error) if agreed_by_all else error)
     ranks = dist.get_process_group_ranks(group)
     raised = [(rank, f"{each[0]}: {each[1]}") for rank, each in zip(ranks, told, strict=True) if each is not None]
     failures = "; ".join(f"{who} raised {what}" for who, what in _by_rank(raised))
     failure: Exception = DistributedError(f"{where}: {failures}")
-    raise (_mark(failure) if agreed_by_all else failure) from error
+    raise (agreed(failure) if agreed_by_all else failure) from error
 
 
 def same_on_all_ranks(value: object, what: str, group: dist.ProcessGroup | None = None) -> None:
@@ -111,13 +111,13 @@ def same_on_all_ranks(value: object, what: str, group: dist.ProcessGroup | None 
     """
     if not _is_distributed(group):
         return
-    values = _exchange(value, group)
+    values = exchange(value, group)
     if all(each == values[0] or (each != each and values[0] != values[0]) for each in values):  # NaN equals NaN here
         return
     has = [(rank, repr(each)) for rank, each in zip(dist.get_process_group_ranks(group), values, strict=True)]
     found = "; ".join(f"{value} on {who}" for who, value in _by_rank(has))
     failure = DistributedError(f"{what} must be the same on all ranks, but is {found}")
-    raise _mark(failure) if len(values) == dist.get_world_size() else failure
+    raise agreed(failure) if len(values) == dist.get_world_size() else failure
 
 
 def is_agreed(error: BaseException) -> bool:
@@ -125,7 +125,8 @@ def is_agreed(error: BaseException) -> bool:
     return bool(getattr(error, _AGREED, False))
 
 
-def _mark(error: Exception) -> Exception:
+def agreed(error: Exception) -> Exception:
+    """Mark an exception that every rank raises with the same text, so that nobody has to be told; returns it."""
     BaseException.__setattr__(error, _AGREED, True)  # past the `__setattr__` of an exception that is a frozen dataclass
     return error
 
@@ -137,7 +138,10 @@ def _is_distributed(group: dist.ProcessGroup | None = None) -> bool:
     return dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
-def _exchange(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def exchange(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of ``group`` (the default group if None) passes, by rank; small and picklable."""
+    if not _is_distributed(group):
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -214,7 +218,7 @@ class Watcher:
             return
         store = _connect(*address)
         us = _Process.this(watches=store is not None)
-        told = _exchange((us, uuid.uuid4().hex))
+        told = exchange((us, uuid.uuid4().hex))
         if store is None:
             return
         # The token of rank 0, new each time: a restart by torchrun finds no key of the run that failed.

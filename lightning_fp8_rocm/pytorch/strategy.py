@@ -6,13 +6,18 @@ Private functions of Lightning that are called here, as its own strategies call 
 Lightning have them.
 """
 
+import inspect
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -27,11 +32,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only  # type: ignore[attr-defined]
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,8 +47,10 @@ from typing_extensions import override
 
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.distributed import checkpoint as files
-from lightning_fp8_rocm.distributed import sharding
+from lightning_fp8_rocm.distributed import publish, sharding, storage
 from lightning_fp8_rocm.distributed.faults import Watcher, raise_together
+from lightning_fp8_rocm.distributed.random_states import random_states, set_random_states
+from lightning_fp8_rocm.distributed.saver import Saver, check_sound
 from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
 from lightning_fp8_rocm.plugins import (
     FP8PrecisionMixin,
@@ -50,6 +59,7 @@ from lightning_fp8_rocm.plugins import (
     ReduceDtype,
     StateDictType,
     check_process_group,
+    log,
     say,
     set_environment,
 )
@@ -108,6 +118,10 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._watcher = Watcher()
         self._says_goodbye = True
+        self._saver = Saver()
+        self._is_training = False
+        self._weights_only: bool | None = None
+        self._random_states: dict[str, Any] | None = None
 
     # ---- who and where
 
@@ -175,8 +189,10 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = _InPlace(self)
+        else:
+            self._launcher = _Subprocesses(self, self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -204,6 +220,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         )
         if self._mesh is None or self._mesh_is_of_another_group():
             self._mesh = sharding.make_mesh(device.type, self.world_size, self.mesh_sizes)
+            if self.async_checkpoint:
+                self._saver.prepare_background(self._timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh
         self._watcher.start()
@@ -299,11 +317,25 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self._share_buffers()
 
     @override
+    def on_train_start(self) -> None:
+        self._is_training = True
+        states, self._random_states = self._random_states, None
+        if states is not None and self._is_within_an_epoch():
+            # The iterator of the dataloader was made since they were loaded, which drew from them; the run that saved
+            # them had made its own long before.
+            set_random_states(states, self.root_device)
+        self._name_left_overs()
+
+    @override
     def on_train_end(self) -> None:
+        self._is_training = False
         self._share_buffers()
+        self._saver.wait()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._is_training = False
+        self._wait_for_the_last_checkpoint()  # before the others learn of it, who would end in the middle of it
         # A rank that is interrupted leaves alone: without a goodbye, the watchers of the others end them.
         self._says_goodbye = not isinstance(exception, KeyboardInterrupt | SystemExit)
         if not isinstance(exception, SIGTERMException):
@@ -313,6 +345,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._wait_for_the_last_checkpoint()
         if self._says_goodbye:
             self._watcher.stop()
         self.release()
@@ -349,7 +382,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         self._share_buffers()
-        return files.model_state(self.model, full=self.state_dict_type == "full")
+        return files.model_state(self.model, full=self._saves_one_file, copy=self._saves_in_background)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -359,7 +392,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return files.optimizer_state(self.model, plain, full=self.state_dict_type == "full")
+        return files.optimizer_state(self.model, plain, full=self._saves_one_file, copy=self._saves_in_background)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -372,35 +405,125 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
                 f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not supported: checkpoints are"
                 " written by torch.distributed.checkpoint, not by a `CheckpointIO`. Leave `storage_options` out."
             )
-        path = self.broadcast(filepath)  # all write to one place
-        if self.state_dict_type == "full":
-            with raise_together(f"saving {path}"):
-                if self.is_global_zero:
-                    files.make_way_for_file(path)
-                super().save_checkpoint(checkpoint, path)
-            return
+        path = publish.local_path(self.broadcast(os.fspath(filepath)))  # all write to one place
+        is_whole = "optimizer_states" in checkpoint  # else weights alone are wanted
+        loaders = _loader_states(checkpoint)
         state = {"state_dict": checkpoint.pop("state_dict")}
-        for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
-            state[f"optimizer_{index}"] = optimizer_state
-        files.save_sharded(path, state, checkpoint)
+        optimizers = checkpoint.pop("optimizer_states", [])
+        if self._saves_one_file:
+            state |= {"optimizer_states": optimizers} if is_whole else {}
+        else:
+            state |= {f"optimizer_{index}": each for index, each in enumerate(optimizers)}
+        shards, rest = files.split(checkpoint, full=self._saves_one_file, copy=self._saves_in_background)
+        self._saver.save(
+            path,
+            {**state, **shards},
+            {**rest, storage.OWN_KEY: self._facts()},
+            full=self._saves_one_file,
+            own={"random": random_states(self.root_device), "dataloaders": loaders} if is_whole else None,
+            background=self._saves_in_background,
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         assert self.lightning_module is not None
-        path = self.broadcast(checkpoint_path)
+        self._saver.wait()
+        path = publish.local_path(self.broadcast(os.fspath(checkpoint_path)))
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with raise_together(f"loading {path}"):
+            found, notice = publish.find(path)
+            storage.check_readable(found)
+        if notice is not None:
+            rank_zero_warn(notice)
+        check_sound(found)
         with raise_together(f"loading {path}"):  # reading needs no collectives
-            files.check_readable(path)
-            return files.load(
-                path,
+            checkpoint = files.load(
+                found,
                 self.model,
                 self.optimizers if is_fitting else [],
                 strict=self.lightning_module.strict_loading,
-                weights_only=weights_only,
+                weights_only=self._weights_only if weights_only is None else weights_only,
             )
+            if is_fitting:
+                self._restore_rank(checkpoint)
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            self._saver.remove(publish.local_path(filepath))
 
     # ---- how
+
+    @property
+    def _saves_one_file(self) -> bool:
+        return bool(self.state_dict_type == "full")
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Only while training goes on is there anything to overlap with."""
+        return bool(self.async_checkpoint and self._is_training)
+
+    def _facts(self) -> dict[str, Any]:
+        """What this package adds to a checkpoint, for the console script and the reader."""
+        assert self.model is not None
+        facts: dict[str, Any] = {
+            "version": version("lightning-fp8-rocm"),
+            "torch": str(torch.__version__),
+            "tied": files.tied_names(self.model),
+        }
+        report = getattr(self.precision_plugin, "report", None)
+        if report is not None:
+            facts["fp8"] = {
+                "recipe": str(report.recipe.name),
+                "format": str(report.recipe.fp8_format),
+                "layers": [storage.plain_name(layer.name) for layer in report.converted],
+            }
+        return facts
+
+    def _restore_rank(self, checkpoint: dict[str, Any]) -> None:
+        """Take what this rank itself saved: its random numbers, and where its dataloaders are."""
+        ranks = checkpoint.get(storage.OWN_KEY, {}).get("ranks")
+        if ranks is None:
+            return
+        if len(ranks) != self.world_size:
+            say(
+                f"The checkpoint was saved by {len(ranks)} ranks and is loaded by {self.world_size}: random numbers"
+                " start anew, and a dataloader that saves its state gets the one of rank 0."
+            )
+            return
+        own = ranks[self.global_rank]
+        if own["dataloaders"] is not None:
+            _set_loader_states(checkpoint, own["dataloaders"])
+        self._random_states = own["random"]
+        set_random_states(own["random"], self.root_device)
+
+    def _is_within_an_epoch(self) -> bool:
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+        return bool(progress.current.ready > 0 and not progress.is_last_batch)
+
+    def _name_left_overs(self) -> None:
+        assert self.lightning_module is not None
+        places = [getattr(each, "dirpath", None) for each in self.lightning_module.trainer.checkpoint_callbacks]
+        folders = [Path(place) for place in places if place and "://" not in str(place)]
+        found: list[publish.LeftOver] = []
+        with raise_together("looking for unpublished checkpoints"):
+            found = self._saver.look_around(folders)
+        if found:
+            names = "; ".join(f"{each.folder} (of {each.target}, by {each.owner})" for each in found)
+            rank_zero_warn(
+                f"Earlier runs began {len(found)} checkpoints that they did not complete: {names}. They are not used,"
+                " and the next checkpoint that is saved there removes them."
+            )
+
+    def _wait_for_the_last_checkpoint(self) -> None:
+        """Where something else is to be raised, or nothing any more."""
+        try:
+            self._saver.wait()
+        except Exception as error:
+            log.error("%s", error)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
@@ -412,6 +535,12 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
 
     def _refuse_what_cannot_be_sharded(self) -> None:
         assert self.lightning_module is not None
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"The plugin {type(self.checkpoint_io).__name__} is a CheckpointIO, and {type(self).__name__} uses"
+                " none: checkpoints are written by torch.distributed.checkpoint. Remove it from `Trainer(plugins=...)`."
+                f" To write in the background, pass `{type(self).__name__}(async_checkpoint=True)`."
+            )
         if self._layer_sync is not None:
             raise ValueError(
                 f"`Trainer(sync_batchnorm=True)` is not supported by {type(self).__name__}. Pass `sync_batchnorm=False`"
@@ -483,6 +612,60 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def _share_buffers(self) -> None:
         assert self.lightning_module is not None
         sharding.broadcast_buffers(self.lightning_module)
+
+
+class _Subprocesses(_SubprocessScriptLauncher):
+    """Lightning's, that also hears what ``fit`` was called with."""
+
+    def __init__(self, strategy: FSDP2FP8Strategy, *args: Any) -> None:
+        super().__init__(*args)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self._strategy._weights_only = _weights_only_of(function, *args, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class _InPlace(_Launcher):
+    """Starts nothing where ``torchrun`` or SLURM has, and hears what ``fit`` was called with."""
+
+    def __init__(self, strategy: FSDP2FP8Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self._strategy._weights_only = _weights_only_of(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Nothing was started."""
+
+
+def _weights_only_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool | None:
+    """What the user passed as ``weights_only``, which Lightning hands to no strategy that loads after its setup."""
+    value = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+    return value if isinstance(value, bool) else None
+
+
+def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
+    """Of dataloaders that save where they are; Lightning keeps those of rank 0."""
+    return _fit_loop_state(checkpoint).get("combined_loader")
+
+
+def _set_loader_states(checkpoint: Mapping[str, Any], states: Any) -> None:
+    _fit_loop_state(checkpoint)["combined_loader"] = states
 
 
 def _param_dtype(precision: Precision) -> torch.dtype | None:

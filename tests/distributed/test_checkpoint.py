@@ -19,14 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_fp8_rocm.distributed.checkpoint import (
-    META_NAME,
-    check_readable,
-    load,
-    model_state,
-    optimizer_state,
-    save_sharded,
-)
+from lightning_fp8_rocm.distributed.checkpoint import load, model_state, optimizer_state
+from lightning_fp8_rocm.distributed.publish import MANIFEST_NAME
+from lightning_fp8_rocm.distributed.saver import Saver
+from lightning_fp8_rocm.distributed.storage import META_NAME, check_readable
 
 FORMS = ("sharded", "full")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -152,11 +148,14 @@ def save(path: str, form: str, model: nn.Module, *optimizers: Optimizer) -> None
     if dist.get_rank() == 0:
         for tensor in weights.values():  # no padding of uneven shards is written with it
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-        torch.save({"state_dict": weights, "optimizer_states": states, **REST}, path)
     else:
         assert weights == {}
         assert all(state == {} for state in states)
-    dist.barrier()
+    Saver().save(Path(path), {"state_dict": weights, "optimizer_states": states}, REST, full=True)
+
+
+def save_sharded(path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
+    Saver().save(Path(path), state, rest, full=False)
 
 
 def read(path: str | Path, model: nn.Module, *optimizers: Optimizer, strict: bool = True) -> dict[str, Any]:
@@ -348,7 +347,7 @@ def pickles(path: Path) -> Iterator[bytes]:
         for info in FileSystemReader(path.parent).read_metadata().storage_data.values():
             if info.relative_path == path.name:
                 yield from zipped(content[info.offset : info.offset + info.length])
-    else:
+    elif path.name != MANIFEST_NAME:
         yield from zipped(path.read_bytes())
 
 
@@ -390,7 +389,7 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(ranks: Ranks, tmp_path: P
     ranks(3, save_twice, str(path))
     assert len(list(path.glob("*.distcp"))) == 3
     ranks(1, save_twice, str(path))
-    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", META_NAME]
+    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", MANIFEST_NAME, META_NAME]
 
 
 def cannot_write(path: str) -> str:
@@ -403,7 +402,9 @@ def cannot_write(path: str) -> str:
 
 def test_all_ranks_learn_that_one_could_not_write(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2, cannot_write, str(tmp_path / "ckpt")):
-        assert f"Writing '{tmp_path}/ckpt/meta.pt' failed on rank 0: " in message
+        assert f"The checkpoint '{tmp_path}/ckpt' could not be written" in message
+        assert "writing meta.pt: rank 0 of 2 raised" in message
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- models

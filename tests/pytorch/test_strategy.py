@@ -110,7 +110,7 @@ ALLOWED: dict[str, list[Any]] = {
     "backward_prefetch": [None, 0, 2],
     "find_unused_parameters": [True, False],
     "state_dict_type": ["sharded", "full"],
-    "async_checkpoint": [False],
+    "async_checkpoint": [True, False],
     "process_group_backend": [None, "gloo", "cpu:gloo,cuda:nccl"],
     "timeout": [None, timedelta(seconds=5)],
 }
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "backward_prefetch": ([-1, 1.0, True, "2"], r"None or a number of blocks >= 0"),
     "find_unused_parameters": (["auto", None, 1], "True, False"),
     "state_dict_type": (["local", None], "'sharded', 'full'"),
-    "async_checkpoint": ([True, None], "False.*not available yet"),
+    "async_checkpoint": ([None, 1, "auto"], "True, False"),
     "process_group_backend": ([5, ""], "None or the name of a backend"),
     "timeout": ([30, "30"], "None or a `datetime.timedelta`"),
 }
@@ -550,12 +550,12 @@ def _errors(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def fit_from(path: Path, seen: bool = True) -> tuple[str, str]:
-    from lightning_fp8_rocm.distributed import checkpoint
+    from lightning_fp8_rocm.distributed import storage
 
     try:
         with pytest.MonkeyPatch.context() as patch:
             if not seen:
-                patch.setattr(checkpoint, "check_readable", lambda path: Path(path, "gone").read_bytes())
+                patch.setattr(storage, "check_readable", lambda path: Path(path, "gone").read_bytes())
             sharded_trainer(fast_dev_run=1).fit(Blocks(), batches(), ckpt_path=str(path))
     except Exception as error:
         return type(error).__name__, str(error)

@@ -1,0 +1,235 @@
+"""When a checkpoint is written: now, or by a thread while training goes on; and what is published when.
+
+A checkpoint is written beside its name and published by rank 0 after all ranks have reported that their part is on
+disk. Until then whatever stood under the name stays, and so do older checkpoints that were to be removed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_fp8_rocm.distributed import publish, storage
+from lightning_fp8_rocm.distributed.faults import agreed, exchange, raise_together
+
+log = logging.getLogger("lightning_fp8_rocm")
+T = TypeVar("T")
+
+
+class Saver:
+    """Writes checkpoints, one at a time.
+
+    All methods but ``remove`` are called by all ranks together. What fails on one rank is raised on all, with the same
+    text. Gloo serves the thread, on a group of its own: two threads on one group would take each other's messages.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._is_writing = False
+        self._to_remove: list[Path] = []
+        self._left_overs: list[publish.LeftOver] = []
+
+    def prepare_background(self, timeout: timedelta | None) -> None:
+        """Make the group of the thread; after the process group was made, and again after it was made anew."""
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def look_around(self, folders: Iterable[Path]) -> list[publish.LeftOver]:
+        """On rank 0, remember what earlier runs began to write in ``folders`` and did not publish; it is returned.
+
+        The next checkpoint that is published into such a folder removes it.
+        """
+        self._left_overs = (
+            [each for folder in sorted(set(folders)) for each in publish.left_overs(folder)] if _is_first(None) else []
+        )
+        return self._left_overs
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        rest: Mapping[str, Any],
+        *,
+        full: bool,
+        own: Mapping[str, Any] | None = None,
+        background: bool = False,
+    ) -> None:
+        """Write and publish a checkpoint; waits for the one before.
+
+        Args:
+            path: Its name, the same on all ranks.
+            state: See :func:`storage.write_sharded`; for one file, what rank 0 puts beside ``rest``.
+            rest: All else that it holds.
+            full: Whether it is one file, which rank 0 writes.
+            own: What is different on each rank; ``rest["fp8_rocm"]["ranks"]`` becomes the list of them.
+            background: Return at once. ``state`` must then share no memory with the model. A failure is raised by the
+                next call of ``save`` or :meth:`wait`.
+
+        Raises:
+            RuntimeError: The checkpoint, or the one before, could not be written. What stood under its name is intact.
+        """
+        self.wait()
+        if not background:
+            self._write(path, state, rest, full, own, None)
+            return
+        with raise_together(f"copying what goes into {str(path)!r}"):
+            rest, own = copy.deepcopy(dict(rest)), copy.deepcopy(own)
+
+        def work() -> None:
+            try:
+                self._write(path, state, rest, full, own, self._group)
+            except Exception as error:
+                self._failure = error
+            finally:
+                self._finish()
+
+        self._is_writing = True
+        # Not a daemon: a script that ends without a word still waits for its last checkpoint.
+        self._thread = threading.Thread(target=work, name="lightning_fp8_rocm-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            RuntimeError: It could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, on one rank; only after the one that is being written is published.
+
+        If that fails, it is not removed: it may be the last good one.
+        """
+        with self._lock:
+            if self._is_writing:
+                self._to_remove.append(path)
+                return
+        _remove(path)
+
+    # ---- how
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._is_writing = False
+            removing, self._to_remove = self._to_remove, []
+        if self._failure is None:
+            for path in removing:
+                _remove(path)
+
+    def _write(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        rest: Mapping[str, Any],
+        full: bool,
+        own: Mapping[str, Any] | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        staging: publish.Staging | None = None
+        try:
+            staging = _on_first(lambda: publish.Staging.begin(path), "beginning", group)
+            if own is not None:
+                rest = {**rest, storage.OWN_KEY: {**rest.get(storage.OWN_KEY, {}), "ranks": _gather(own, group)}}
+            if full:
+                _on_first(lambda: storage.write_full(_path_of(staging), {**state, **rest}), "writing", group)
+            else:
+                folder = exchange("" if staging is None else str(staging.path), group)[0]
+                storage.write_sharded(Path(folder), state, rest, group)
+            _on_first(lambda: _of(staging).publish(), "publishing", group)
+        except BaseException as error:
+            if staging is not None:
+                staging.discard()
+            if not isinstance(error, Exception):
+                raise
+            raise agreed(
+                RuntimeError(
+                    f"The checkpoint {str(path)!r} could not be written, and nothing of it was published; what stood"
+                    f" under that name is as it was. {error}"
+                )
+            ) from error
+        if staging is not None:
+            self._tidy(path.parent)
+
+    def _tidy(self, folder: Path) -> None:
+        here = [each for each in self._left_overs if each.folder.parent == folder]
+        if here:
+            publish.remove_left_overs(here)
+            self._left_overs = [each for each in self._left_overs if each not in here]
+
+
+def _of(staging: publish.Staging | None) -> publish.Staging:
+    assert staging is not None  # of rank 0, which alone comes here
+    return staging
+
+
+def _path_of(staging: publish.Staging | None) -> Path:
+    return _of(staging).path
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def _on_first(action: Callable[[], T], where: str, group: dist.ProcessGroup | None) -> T | None:
+    """Run ``action`` on rank 0 alone; all learn whether it failed."""
+    with raise_together(where, group):
+        return action() if _is_first(group) else None
+    return None
+
+
+def _gather(own: T, group: dist.ProcessGroup | None) -> list[T] | None:
+    """What each rank passes, on rank 0."""
+    if not dist.is_initialized():
+        return [own]
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if _is_first(group) else None
+    dist.gather_object(own, gathered, group_dst=0, group=group)
+    return gathered
+
+
+def _remove(path: Path) -> None:
+    # Not worth a run: the checkpoint that replaces it is complete.
+    try:
+        publish.remove(path)
+    except OSError as error:
+        log.warning("The checkpoint %s could not be removed: %s", path, error)
+
+
+def check_sound(path: Path) -> None:
+    """Check a checkpoint against the crc32 that was written with it; collective: each rank reads a part of the files.
+
+    Raises:
+        ValueError: It is damaged; on all ranks, with the name of the file and of the newest older checkpoint beside it
+            that is sound.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with raise_together(f"verifying {str(path)!r}"):
+        damages = publish.verify(path, part=rank, parts=world)
+    found = list(dict.fromkeys(str(each) for of_rank in exchange(damages) for each in of_rank))
+    if not found:
+        return
+    hint = ""
+    if rank == 0:
+        log.warning("The checkpoint %s is damaged. Looking for an older one that is sound ...", path)
+        sound = publish.newest_sound(path, older_than=path.stat().st_mtime)
+        hint = (
+            f"The newest older checkpoint beside it that is sound: {str(sound)!r}. Pass that one, if its step will do."
+            if sound is not None
+            else "No older checkpoint beside it is sound."
+        )
+    hint = exchange(hint)[0]
+    raise agreed(ValueError(f"The checkpoint {str(path)!r} is damaged: {'; '.join(found)}. {hint}"))
