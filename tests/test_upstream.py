@@ -6,10 +6,12 @@ ledger's entry and the test.
 
 import ast
 import dataclasses
+import pickle
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,6 +266,72 @@ def test_a_sharded_checkpoint_of_the_trainer_can_be_consolidated():
     from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
     _format_checkpoint({"state_dict": {}, "optimizer_0": {}})  # the keys of ModelParallelStrategy.save_checkpoint
+
+
+@fault("a run that resumes does not hear of weights_only")
+def test_a_strategy_that_loads_after_its_setup_hears_of_weights_only(tmp_path):
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Late(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+        heard: Any = "nothing"
+
+        def load_checkpoint(self, checkpoint_path, weights_only=None):
+            self.heard = weights_only
+            return super().load_checkpoint(checkpoint_path, weights_only=False)
+
+    run = lightning_trainer()
+    run.fit(BoringModel())
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    run = lightning_trainer(strategy=Late("cpu"))
+    run.fit(BoringModel(), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    assert run.strategy.heard is False
+
+
+def lightning_trainer(**arguments: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    return Trainer(
+        **{"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **limits, **arguments}
+    )
+
+
+@fault("load_from_checkpoint opens files only", IsADirectoryError)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_module_loads_from_a_sharded_checkpoint(tmp_path):
+    from inspect import unwrap
+
+    from lightning.pytorch.core import saving
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    dcp.save({"state_dict": BoringModel().state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "meta.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "pl_load", unwrap(saving.pl_load))  # Lightning's own, which ours stands in front of
+        BoringModel.load_from_checkpoint(tmp_path)
+
+
+@fault("a checkpoint holds no random numbers")
+def test_a_resumed_run_draws_the_same_random_numbers(tmp_path):
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Draws(BoringModel):
+        def on_train_epoch_start(self):
+            self.drawn = torch.rand(1).item()
+
+    def fit(epochs: int, **arguments: Any) -> float:
+        torch.manual_seed(0)
+        module = Draws()
+        run = lightning_trainer(max_epochs=epochs)
+        run.fit(module, **arguments)
+        run.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.drawn
+
+    fit(1)
+    assert fit(2, ckpt_path=tmp_path / "1.ckpt") == fit(2)
 
 
 @on_ranks
@@ -829,6 +897,56 @@ def test_loading_a_sharded_checkpoint_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
     dcp.load({"value": 0}, checkpoint_id=tmp_path / "files", no_dist=True)
     assert not (tmp_path / "ran").exists()
+
+
+@fault("opening a sharded checkpoint runs what it holds")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_opening_a_sharded_checkpoint_runs_no_code(tmp_path):
+    dcp.save({"value": torch.ones(1)}, checkpoint_id=tmp_path / "files", no_dist=True)
+    (tmp_path / "files" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with suppress(CheckpointException):
+        dcp.load({"value": torch.ones(1)}, checkpoint_id=tmp_path / "files", no_dist=True)
+    assert not (tmp_path / "ran").exists()
+
+
+@fault("a damaged shard loads without a word", pytest.fail.Exception)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_shard_is_not_loaded(tmp_path):
+    dcp.save({"value": torch.ones(1000)}, checkpoint_id=tmp_path, no_dist=True)
+    flip_a_byte(tmp_path / "__0_0.distcp")
+    with pytest.raises((Exception, CheckpointException)):
+        dcp.load({"value": torch.zeros(1000)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+@fault("a damaged file loads without a word", pytest.fail.Exception)
+def test_a_damaged_file_is_not_loaded(tmp_path):
+    torch.save(torch.ones(1000), tmp_path / "file")
+    flip_a_byte(tmp_path / "file")
+    with pytest.raises(RuntimeError):
+        torch.load(tmp_path / "file")
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    ones = b"\x00\x00\x80\x3f" * 10
+    content[content.index(ones) + 20] ^= 1
+    path.write_bytes(content)
+
+
+class CannotBePickled:
+    def __reduce__(self):
+        raise RuntimeError("the disk is full, say")
+
+
+@fault("a checkpoint is overwritten in place", CheckpointException)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_a_save_that_fails_leaves_the_checkpoint_that_was_there(tmp_path):
+    dcp.save({"value": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match="disk is full"):
+        dcp.save({"value": torch.zeros(3), "other": CannotBePickled()}, checkpoint_id=tmp_path, no_dist=True)
+    value = torch.zeros(3)
+    dcp.load({"value": value}, checkpoint_id=tmp_path, no_dist=True)
+    assert value.tolist() == [1, 1, 1]
 
 
 @fault("the error of torch.distributed.checkpoint is no Exception")
