@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fp8_rocm.registration import register as _register
 
 if TYPE_CHECKING:
+    from lightning_fp8_rocm.callbacks.ema import EMA
     from lightning_fp8_rocm.float8.convert import ConversionReport, convert, revert
     from lightning_fp8_rocm.float8.linear import FP8Linear
     from lightning_fp8_rocm.float8.recipe import FP8Recipe, Operand, Product
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = _version("lightning-fp8-rocm")
 __all__ = [
+    "EMA",
     "ConversionReport",
     "FP8Linear",
     "FP8Precision",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "EMA": "callbacks.ema",
     "ConversionReport": "float8.convert",
     "FP8Linear": "float8.linear",
     "FP8Precision": "pytorch.precision",

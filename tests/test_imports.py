@@ -124,6 +124,7 @@ MAY_NOT_IMPORT = {
     "plugins": LIGHTNING,
     "pytorch": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
     "fabric": LIGHTNING - {"lightning"} | {"lightning.pytorch", "torchao"},
+    "callbacks": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
 }
 # What the strategies of `lightning.pytorch` take from there themselves.
 EXCEPT = {"pytorch": {"lightning.fabric.utilities"}}

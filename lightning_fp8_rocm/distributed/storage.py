@@ -256,7 +256,7 @@ def read(path: Path, wanted: Iterable[tuple[Stored, Tensor]]) -> None:
         if isinstance(stored.source, str):
             by_key[stored.source] = target
         else:
-            _copy_own_part(stored.source, target)
+            copy_own_part(stored.source, target)
     if by_key:
         _read_shards(path, by_key)
 
@@ -463,7 +463,8 @@ def _read_shards(path: Path, into: dict[str, Any], weights_only: bool | None = T
             raise RuntimeError(f"Reading the shards of {str(path)!r} failed: {causes}") from error
 
 
-def _copy_own_part(source: Tensor, target: Tensor) -> None:
+def copy_own_part(source: Tensor, target: Tensor) -> None:
+    """Copy a whole tensor; into a DTensor, the part that this rank holds of it."""
     if isinstance(target, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
         target = target.to_local()

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -29,6 +28,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -551,7 +551,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
                     f"The callback {type(callback).__name__} copies the whole model, which {type(self).__name__} has"
-                    " sharded. Remove it, or average the weights of the checkpoints after training."
+                    " sharded. Use `lightning_fp8_rocm.EMA`, which averages each rank's shards, or average the weights"
+                    " of the checkpoints after training."
                 )
             if isinstance(callback, ModelPruning):
                 raise ValueError(

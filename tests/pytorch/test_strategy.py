@@ -408,7 +408,7 @@ def fails(module: L.LightningModule, match: str, precision: Any = "fp8-rocm", **
 def test_callbacks_that_copy_the_whole_model_are_refused_by_name(name: str) -> None:
     arguments = {"swa_lrs": 1e-3} if name.startswith("Stochastic") else {}
     callback = getattr(callbacks, name)(**arguments)
-    fails(Blocks(), rf"The callback {name} copies the whole model.*Remove it, or average", callbacks=[callback])
+    fails(Blocks(), rf"The callback {name} copies the whole model.*Use `lightning_fp8_rocm\.EMA`", callbacks=[callback])
 
 
 def test_a_compiled_lightning_module_is_refused_by_lightning() -> None:
