@@ -174,6 +174,7 @@ def remove_what_lies_about(folder: Path) -> None:
     found = left_overs(folder)
     nobodys = set(stagings(folder)) - {each.folder for each in found}
     for each in nobodys:  # killed before it said whose it is: age alone tells
+        assert set(os.listdir(each)) <= {"owner.json"}  # nothing big among it
         owner = each / "owner.json"
         assert not owner.exists() or owner.stat().st_size == 0 or not owner.read_text().endswith("}")
         age(each)
@@ -365,17 +366,21 @@ def test_a_directory_with_a_part_of_a_checkpoint_or_nothing_in_it_is_replaced(tm
 
 
 @pytest.mark.parametrize("form", ["directory", "file"])
-@pytest.mark.parametrize("pointed_to", ["directory", "file", None])
+@pytest.mark.parametrize("pointed_to", ["directory", "file", "no checkpoint", None])
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path, exchange, form, pointed_to):
     (tmp_path / "runs").mkdir()
     target, other = tmp_path / "runs" / "last.ckpt", tmp_path / "epoch.ckpt"
-    if pointed_to:
+    if pointed_to == "no checkpoint":
+        other.mkdir()
+        write(other / "thesis.tex", b"years of work")
+    elif pointed_to:
         save(other, pointed_to, 1)
+    before = content_of(other)
     target.symlink_to(other)
     save(target, form, 2)
     assert not target.is_symlink()
     assert content_of(target) == data(form, 2)
-    assert content_of(other) == (data(pointed_to, 1) if pointed_to else None)
+    assert content_of(other) == before
     assert os.listdir(target.parent) == ["last.ckpt"]
 
 
@@ -502,6 +507,53 @@ def test_two_processes_publish_to_one_name_where_exchange_is_pretended_missing(t
         pass
     assert content_of(target) in (data(form, 1049), data(form, 2049))
     assert set(os.listdir(tmp_path)) <= {"last.ckpt", "last.ckpt.old"}
+
+
+def test_the_old_checkpoint_that_another_process_pretended_is_replacing_is_not_taken_for_a_stale_one(
+    tmp_path, monkeypatch
+):
+    target, old = tmp_path / "a.ckpt", tmp_path / "a.ckpt.old"
+    save(target, "directory", 1)
+    fill(old, "directory", 0)  # stale
+    staging = Staging.begin(target)
+    fill(staging.path, "directory", 2)
+    real, seen = os.rename, []
+
+    def rename(one: Path, other: Path) -> None:
+        if not seen:
+            shutil.rmtree(old)
+            real(target, old)
+        else:
+            seen.append(content_of(old))
+        seen.append(str(one))
+        real(one, other)
+
+    monkeypatch.setattr(publish, "_exchange", cannot_exchange)
+    monkeypatch.setattr(os, "rename", rename)
+    staging.publish()
+    retired = seen[2]  # the second rename brings it back
+    assert seen[:1] == [str(old)]
+    assert Path(retired).parent == staging.folder
+    assert seen[3] == data("directory", 1)
+    assert content_of(target) == data("directory", 2)
+    assert content_of(old) == data("directory", 1)
+
+
+def test_a_checkpoint_that_another_process_pretended_is_deleting_is_not_taken_for_none(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    save(target, "directory", 1)
+    real = os.listdir
+
+    def listdir(path: object) -> list[str]:
+        if isinstance(path, int):
+            monkeypatch.setattr(os, "listdir", real)
+            save(target, "directory", 2)
+            return ["__0_0.distcp"]
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    Staging.begin(target).discard()
+    assert content_of(target) == data("directory", 2)
 
 
 # ---- what is left over
