@@ -21,6 +21,7 @@ from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.distributed import fsdp, methods, sharding, units
 from lightning_fp8_rocm.distributed.faults import raise_together, same_on_all_ranks
 from lightning_fp8_rocm.distributed.materialise import check_materialisable
+from lightning_fp8_rocm.distributed.storage import OWN_KEY, plain_name
 from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns, choice_error
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
@@ -135,6 +136,20 @@ class FP8PrecisionMixin:
         # Its cache of cast weights knows neither of an optimizer that steps within the step (manual optimization) nor
         # of a cast made under `no_grad`, which it would hand to a forward that is to train the weight.
         return torch.autocast(self._device_type, dtype=torch.bfloat16, cache_enabled=not torch.is_grad_enabled())
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of FP8, in plain values: recipe, format and the names of the layers."""
+        if self.report is None:
+            return {}
+        recipe = self.report.recipe
+        layers = [plain_name(layer.name) for layer in self.report.converted]
+        return {"fp8": {"recipe": str(recipe.name), "format": str(recipe.fp8_format), "layers": layers}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put :meth:`facts` into a checkpoint, also of Lightning's own strategies."""
+        facts = self.facts()
+        if facts:
+            checkpoint[OWN_KEY] = {**checkpoint.get(OWN_KEY, {}), **facts}
 
     def teardown(self) -> None:
         """Give every layer the class that it had before: a second Trainer over the module runs what it says."""

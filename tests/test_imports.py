@@ -125,6 +125,7 @@ MAY_NOT_IMPORT = {
     "pytorch": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
     "fabric": LIGHTNING - {"lightning"} | {"lightning.pytorch", "torchao"},
     "callbacks": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
+    "cli": LIGHTNING,
 }
 # What the strategies of `lightning.pytorch` take from there themselves.
 EXCEPT = {"pytorch": {"lightning.fabric.utilities"}}

@@ -231,6 +231,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._checkpoint_folders()  # not at the first save, hours later
         # FSDP2 and tensor subclasses fail under it, and the weights it gathered cannot be trained afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -473,14 +475,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             "torch": str(torch.__version__),
             "tied": files.tied_names(self.model),
         }
-        report = getattr(self.precision_plugin, "report", None)
-        if report is not None:
-            facts["fp8"] = {
-                "recipe": str(report.recipe.name),
-                "format": str(report.recipe.fp8_format),
-                "layers": [storage.plain_name(layer.name) for layer in report.converted],
-            }
-        return facts
+        precision = self.precision_plugin
+        return facts | (precision.facts() if isinstance(precision, FP8PrecisionMixin) else {})
 
     def _restore_rank(self, checkpoint: dict[str, Any]) -> None:
         """Take what this rank itself saved: its random numbers, and where its dataloaders are."""
@@ -504,10 +500,18 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
         return bool(progress.current.ready > 0 and not progress.is_last_batch)
 
-    def _name_left_overs(self) -> None:
+    def _checkpoint_folders(self) -> list[Path]:
+        """Where callbacks save.
+
+        Raises:
+            ValueError: One of them is a URL.
+        """
         assert self.lightning_module is not None
         places = [getattr(each, "dirpath", None) for each in self.lightning_module.trainer.checkpoint_callbacks]
-        folders = [Path(place) for place in places if place and "://" not in str(place)]
+        return [publish.local_path(place) for place in places if place]
+
+    def _name_left_overs(self) -> None:
+        folders = self._checkpoint_folders()
         found: list[publish.LeftOver] = []
         with raise_together("looking for unpublished checkpoints"):
             found = self._saver.look_around(folders)
