@@ -22,6 +22,9 @@ from lightning_fp8_rocm.distributed.faults import agreed, exchange, raise_togeth
 log = logging.getLogger("lightning_fp8_rocm")
 T = TypeVar("T")
 
+# Ranks wait for the slowest disk. That a rank is dead is for the watcher of the run to see, within seconds.
+_LONGEST_WRITE = timedelta(days=1)
+
 
 class Saver:
     """Writes checkpoints, one at a time.
@@ -34,14 +37,14 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the handler of a signal may save, too
         self._is_writing = False
         self._to_remove: list[Path] = []
         self._left_overs: list[publish.LeftOver] = []
 
-    def prepare_background(self, timeout: timedelta | None) -> None:
+    def prepare_background(self) -> None:
         """Make the group of the thread; after the process group was made, and again after it was made anew."""
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
 
     def look_around(self, folders: Iterable[Path]) -> list[publish.LeftOver]:
         """On rank 0, remember what earlier runs began to write in ``folders`` and did not publish; it is returned.

@@ -64,6 +64,8 @@ from lightning_fp8_rocm.plugins import (
     set_environment,
 )
 
+_SLURM_PREFIX = "hpc_ckpt_"  # Lightning's, of what it saves before SLURM ends the job
+
 
 class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the mixin's
     __doc__ = FSDP2StrategyMixin.__doc__
@@ -221,7 +223,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         if self._mesh is None or self._mesh_is_of_another_group():
             self._mesh = sharding.make_mesh(device.type, self.world_size, self.mesh_sizes)
             if self.async_checkpoint:
-                self._saver.prepare_background(self._timeout)
+                self._saver.prepare_background()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh
         self._watcher.start()
@@ -423,7 +425,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             {**rest, storage.OWN_KEY: self._facts()},
             full=self._saves_one_file,
             own={"random": random_states(self.root_device), "dataloaders": loaders} if is_whole else None,
-            background=self._saves_in_background,
+            # After the last one, Lightning asks SLURM to stop the job and to start it anew.
+            background=self._saves_in_background and not path.name.startswith(_SLURM_PREFIX),
         )
 
     @override
