@@ -515,6 +515,8 @@ def _verify_directory(folder: Path, part: int, parts: int) -> list[Damage]:
         sums = _sums_in(manifest.read_bytes())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        return [Damage(manifest, _unreadable(error))]
     except ValueError as error:
         return [Damage(manifest, str(error))]
     mine = _share({name: each.size for name, each in sums.items()}, part, parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_fp8_rocm.distributed import publish, storage
-from lightning_fp8_rocm.distributed.faults import agreed, exchange, raise_together
+from lightning_fp8_rocm.distributed.faults import agreed, exchange, is_agreed, raise_together
 
 log = logging.getLogger("lightning_fp8_rocm")
 T = TypeVar("T")
@@ -159,6 +160,12 @@ class Saver:
                 staging.discard()
             if not isinstance(error, Exception):
                 raise
+            if not is_agreed(error) and dist.is_initialized() and dist.get_world_size(group) > 1:
+                # A rank is gone. Whether rank 0 had published, this one cannot know.
+                raise RuntimeError(
+                    f"The checkpoint {str(path)!r} was being written when a rank failed or ended. Under that name is"
+                    f" either this checkpoint or what stood there before, whole. {error}"
+                ) from error
             raise agreed(
                 RuntimeError(
                     f"The checkpoint {str(path)!r} could not be written, and nothing of it was published; what stood"
@@ -199,9 +206,11 @@ def _gather(own: T, group: dist.ProcessGroup | None) -> list[T] | None:
     """What each rank passes, on rank 0."""
     if not dist.is_initialized():
         return [own]
+    with raise_together("collecting what each rank saves of its own", group):
+        pickled = pickle.dumps(own)  # not by the collective, in which one rank would raise alone
     gathered: list[Any] | None = [None] * dist.get_world_size(group) if _is_first(group) else None
-    dist.gather_object(own, gathered, group_dst=0, group=group)
-    return gathered
+    dist.gather_object(pickled, gathered, group_dst=0, group=group)
+    return None if gathered is None else [pickle.loads(each) for each in gathered]
 
 
 def _remove(path: Path) -> None:
@@ -228,7 +237,9 @@ def check_sound(path: Path) -> None:
     hint = ""
     if rank == 0:
         log.warning("The checkpoint %s is damaged. Looking for an older one that is sound ...", path)
-        sound = publish.newest_sound(path, older_than=path.stat().st_mtime)
+        # What damaged it may have been a while later, and changed the time of the directory or of a file.
+        written = min(each.stat().st_mtime for each in (path, *path.rglob("*")))
+        sound = publish.newest_sound(path, older_than=written)
         hint = (
             f"The newest older checkpoint beside it that is sound: {str(sound)!r}. Pass that one, if its step will do."
             if sound is not None
