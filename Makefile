@@ -61,6 +61,7 @@ floors: tests/floors.txt pyproject.toml  ## the tests on the oldest versions tha
 bench: install  ## rewrite the committed tables in benchmarks/
 	$(BIN)/python benchmarks/linear.py --json benchmarks/linear.json
 	$(BIN)/python benchmarks/fsdp.py --json benchmarks/fsdp.json
+	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/checkpoint.json
 	$(BIN)/python benchmarks/convergence.py --json benchmarks/convergence.json
 
 wheel: install  ## dist/*.whl

@@ -118,24 +118,28 @@ class CheckedFile(io.BufferedIOBase):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._file = open(path, "wb", buffering=_BUFFER)  # noqa: SIM115
-        self._sum = FileSum(0, 0)
+        self._size = self._crc32 = 0
 
     @property
     def sum(self) -> FileSum:
         """Of what was written so far."""
-        return self._sum
+        return FileSum(self._size, self._crc32)
 
     @override
     def write(self, buffer: Buffer, /) -> int:
-        with memoryview(buffer) as view:
-            with self._named():
-                self._file.write(view)  # past the buffer, and uncopied, if it is longer than that
-            self._sum = FileSum(self._sum.size + view.nbytes, zlib.crc32(view, self._sum.crc32))
-            return view.nbytes
+        # Called for every few bytes of a zip archive, so there is no more in it than that.
+        try:
+            size = self._file.write(buffer)  # past the file's own buffer, and uncopied, if it is longer than that
+        except OSError as error:
+            error.filename = self._path
+            raise
+        self._crc32 = zlib.crc32(buffer, self._crc32)
+        self._size += size
+        return size
 
     @override
     def tell(self) -> int:
-        return self._sum.size
+        return self._size
 
     @override
     def flush(self) -> None:

@@ -164,7 +164,8 @@ def write_sharded(
     writer = _Writer(folder)
     files = writer.fs
     try:
-        save_shards(dict(state), storage_writer=writer, process_group=group)
+        with _without_sums_within():
+            save_shards(dict(state), storage_writer=writer, process_group=group)
     except CheckpointException as error:  # not an Exception: handlers would let it pass
         raise agreed(RuntimeError(f"Writing shards failed: {_failures(error)}")) from error
     first = dist.get_rank(group) == 0
@@ -177,6 +178,17 @@ def write_sharded(
     with raise_together(f"writing {MANIFEST_NAME}", group):
         if first:
             write_manifest(folder, {name: each for of_rank in sums for name, each in of_rank.items()})
+
+
+@contextmanager
+def _without_sums_within() -> Iterator[None]:
+    """The archives that a shard is made of get no crc32 of their own, in this thread: the manifest has one of all."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_full(path: Path, checkpoint: Mapping[str, Any]) -> None:

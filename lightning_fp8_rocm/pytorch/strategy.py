@@ -501,7 +501,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def _is_within_an_epoch(self) -> bool:
         assert self.lightning_module is not None
         # Also after the last batch, as in a validation there: the epoch is over when its end was processed.
-        progress = self.lightning_module.trainer.fit_loop.epoch_progress.current
+        progress: Any = self.lightning_module.trainer.fit_loop.epoch_progress.current
         return bool(progress.processed < progress.started)
 
     def _checkpoint_folders(self) -> list[Path]:
