@@ -28,8 +28,8 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from os import PathLike
-from os.path import isdir
+from os import PathLike, fspath
+from os.path import exists, isdir
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -183,13 +183,18 @@ def _read_directories(module: ModuleType, name: str) -> None:
 
     @wraps(original)
     def reads(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if isinstance(path_or_url, str | PathLike) and isdir(path_or_url):
+        if isinstance(path_or_url, str | PathLike) and _is_directory(fspath(path_or_url)):
             whole = import_module("lightning_fp8_rocm.distributed.whole")
             return whole.load(path_or_url, map_location=map_location, weights_only=weights_only)
         return original(path_or_url, map_location=map_location, weights_only=weights_only)
 
     setattr(reads, _MARK, True)
     setattr(module, name, reads)
+
+
+def _is_directory(path: str) -> bool:
+    path = path.removeprefix("file://")
+    return isdir(path) or (not exists(path) and isdir(f"{path}.old"))  # one whose replacement ended halfway
 
 
 class _WhenImported(MetaPathFinder):

@@ -1,7 +1,7 @@
 """``checkpoint consolidate``."""
 
 from lightning_fp8_rocm.cli import files
-from lightning_fp8_rocm.distributed.storage import write_full
+from lightning_fp8_rocm.distributed.storage import unchanged, write_full
 from lightning_fp8_rocm.distributed.whole import whole_checkpoint
 
 
@@ -26,7 +26,7 @@ def consolidate(src: str, dst: str, verify: bool = True, weights_only: bool = Tr
             f"{src!r} is one file already: Lightning loads it as it is. To make weights for Hugging Face of it, use"
             " `checkpoint export`."
         )
-    with files.output(dst, beside=found, overwrite=overwrite) as staging:
+    with files.output(dst, beside=found, overwrite=overwrite) as staging, unchanged(found):
         if verify:
             files.check_sound(found)
         with files.progress(f"reading {found.name}", files.size_of(found)) as advance:

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_fp8_rocm.cli import files
 from lightning_fp8_rocm.distributed.publish import CheckedFile, FileSum, Staging, local_path, write_manifest
-from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, listed, open_checkpoint
+from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, listed, open_checkpoint, unchanged
 from lightning_fp8_rocm.distributed.whole import read_in_turns, tied_names
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, Granularity, check_patterns
 
@@ -97,7 +98,7 @@ def export(
     split = _splitter(max_shard_size)
     found = files.source(src)
     settings = None if config is None else _read_config(local_path(config))
-    with files.output(dst, beside=found, overwrite=overwrite) as staging:
+    with files.output(dst, beside=found, overwrite=overwrite) as staging, unchanged(found):
         if verify:
             files.check_sound(found)
         contents = open_checkpoint(found, weights_only=weights_only)
@@ -111,7 +112,7 @@ def export(
         sums: dict[str, FileSum] = {}
         shards = split(plan.outcome())
         with files.progress(f"reading {found.name}", plan.bytes_to_read) as advance:
-            write = _Writer(found, staging, plan, advance)
+            write = _Writer(found, contents.metadata, staging, plan, advance)
             for file, names in shards.filename_to_tensors.items():
                 sums[file] = write(file, names)
         if shards.is_sharded:
@@ -388,8 +389,15 @@ def _splitter(max_shard_size: int | str) -> Callable[[dict[str, Tensor]], Any]:
 class _Writer:
     """Writes the files with the tensors, in their order."""
 
-    def __init__(self, source: Path, staging: Staging, plan: _Plan, advance: Callable[[int], None]) -> None:
-        self._source, self._staging, self._plan, self._advance = source, staging, plan, advance
+    def __init__(
+        self,
+        source: Path,
+        found: Metadata | None,
+        staging: Staging,
+        plan: _Plan,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._source, self._found, self._staging, self._plan, self._advance = source, found, staging, plan, advance
         # A scale may come into the file after that of its weight.
         self._scales: dict[str, Tensor] = {}
 
@@ -404,7 +412,9 @@ class _Writer:
             name: files.tensor_in(scratch, stored.shape, stored.dtype if name in plan.in_fp8 else plan.dtype(name))
             for name, stored in wanted.items()
         }
-        read_in_turns(self._source, [(stored, tensors[name]) for name, stored in wanted.items()], self._advance)
+        read_in_turns(
+            self._source, [(stored, tensors[name]) for name, stored in wanted.items()], self._advance, self._found
+        )
         for name in wanted.keys() & plan.in_fp8:
             assert plan.scaling is not None
             data, self._scales[f"{name}_scale"] = in_fp8_with_scale(tensors[name], plan.scaling)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -66,7 +67,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _sharded(value: Any, copy: bool) -> Any:
     if not isinstance(value, Tensor):
-        return value
+        return deepcopy(value) if copy else value
     # Every operation, so also detach, makes an ordinary tensor of a shard whose class marks how it is gathered.
     tensor = value.detach()
     return tensor.clone() if copy and tensor.device.type == "cpu" else tensor.to("cpu")
@@ -75,7 +76,7 @@ def _sharded(value: Any, copy: bool) -> Any:
 def _full(value: Any, copy: bool) -> Any:
     """The whole tensor in memory of the host on rank 0, None elsewhere; collective for sharded tensors."""
     if not isinstance(value, Tensor):
-        return value
+        return deepcopy(value) if copy else value
     tensor = value.detach()
     if isinstance(tensor, DTensor):
         # What is offloaded to the host is gathered on the device, where the collectives of the mesh are.
@@ -149,8 +150,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool, copy:
     names = _names_of(optimizer, model)
     for index, parameter in enumerate(_parameters_of(optimizer)):
         for key, value in state["state"].get(index, {}).items():
-            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.numel() > 1:
-                _check_says_how_it_is_sharded(optimizer, names[index], key, value)
+            if isinstance(value, Tensor):
+                _check_can_be_saved(optimizer, names[index], parameter, key, value)
     if full:
         gathered: dict[str, Any] = map_leaves(state, partial(_full, copy=copy))
         return gathered if dist.get_rank() == 0 else {}
@@ -166,6 +167,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool, copy:
 def split(rest: Mapping[Any, Any], *, full: bool, copy: bool = False) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take what is sharded out of the rest of a checkpoint: callbacks may keep a DTensor for each parameter.
 
+    Args:
+        rest: What a checkpoint holds beside model and optimizers.
+        full: Whether to gather the whole tensors on rank 0.
+        copy: See :func:`model_state`; for what is sharded.
+
     Returns:
         The shards, in the dicts in which they were, and ``rest`` without them; if ``full``, nothing and ``rest`` with
         whole tensors, on rank 0, in their place.
@@ -179,17 +185,41 @@ def split(rest: Mapping[Any, Any], *, full: bool, copy: bool = False) -> tuple[d
             if inner:
                 shards[key] = inner
         else:
-            others[key] = map_leaves(value, lambda leaf: _full(leaf, copy) if isinstance(leaf, DTensor) else leaf)
+            others[key] = map_leaves(value, partial(_on_host, copy=copy))
     return shards, others
 
 
-def _check_says_how_it_is_sharded(optimizer: Optimizer, name: str, key: object, value: Tensor) -> None:
-    if not isinstance(value, DTensor):
+def _on_host(leaf: Any, copy: bool) -> Any:
+    """A value of callbacks, loops and the like, readable where there is no GPU."""
+    if isinstance(leaf, DTensor):
+        return _full(leaf, copy)
+    return leaf.to("cpu") if isinstance(leaf, Tensor) else leaf
+
+
+def _check_can_be_saved(optimizer: Optimizer, name: str, parameter: Tensor, key: object, value: Tensor) -> None:
+    if is_packed(value):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps the state {key!r} of {name!r} as a"
+            f" {type(_local_of(value)).__name__}, a tensor of a class of its own, and a checkpoint holds ordinary"
+            " tensors only. Use an optimizer with ordinary states, such as `torch.optim.AdamW`, or save weights alone"
+            " (`save_weights_only=True`)."
+        )
+    if isinstance(parameter, DTensor) and value.numel() > 1 and not isinstance(value, DTensor):
         raise ValueError(
             f"{type(optimizer).__name__} keeps the state {key!r} of the sharded parameter {name!r} as a plain tensor of"
             f" shape {tuple(value.shape)}. Nothing tells how the ranks' parts belong together, so it cannot be saved."
             " Use an optimizer that makes its state from the parameter (`torch.zeros_like(parameter)`)."
         )
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a state is a tensor of a class of its own, as the 8-bit states of torchao and bitsandbytes are."""
+    return isinstance(value, Tensor) and type(_local_of(value)) not in (Tensor, nn.Parameter)
+
+
+def _local_of(value: Tensor) -> Tensor:
+    local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return local.detach()  # of a shard whose class marks how it is gathered an ordinary tensor
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -262,7 +292,7 @@ def load(
         }
         rest: dict[str, Any] = _plan_rest(contents.rest, targets, to_read)
         # From here on things change.
-        read(path, to_read)
+        read(path, to_read, contents.metadata)
         # The tensors are in place; this is for values that are none, and for what the model does on loading. Its
         # strictness was ours above, where it changes nothing.
         model.load_state_dict(loaded, strict=False)

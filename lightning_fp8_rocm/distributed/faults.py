@@ -41,6 +41,7 @@ _POLL_S = 1.0  # the store, across the network
 _LOOK_S = 0.5  # at the processes of this machine, a few small reads of /proc
 # In which a rank may raise by itself what another one raised: a user who catches it on all ranks goes on.
 _GRACE_S = 3.0
+_MEET_S = 5.0
 # Rank 0 holds the store: so long its process stays for the others to read that it failed, or ended. Two polls and more.
 _LINGER_S = 2.5
 # A whole node or the way to it is gone when nothing is heard for this long. Longer than any C call holds the GIL.
@@ -236,6 +237,13 @@ class Watcher:
             return
         self._run.announce(error)
 
+    def meet(self) -> bool:
+        """Whether all ranks call this within some seconds; no collective, so a rank that comes alone waits no longer.
+
+        Where nothing is watched it is True: there are no others, or nothing is known of them.
+        """
+        return self._run is None or self._run.meet()
+
     def stop(self) -> None:
         """End watching: this rank is done, and its process may end. Does nothing where nothing was started.
 
@@ -327,6 +335,7 @@ class _Run:
         self._read: set[str] = set()
         self._suspects: deque[_Process] = deque()
         self._announced = False
+        self._meetings = 0
         self._stopped, self._spared = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"lightning_fp8_rocm-{name}", daemon=True)
@@ -362,6 +371,20 @@ class _Run:
         with suppress(dist.DistError):
             dead = [peer for peer in dead if not self._store.check([f"done/{peer.rank}"])]
         return f" (after {' and '.join(map(str, dead))} died without a word)" if dead else ""
+
+    def meet(self) -> bool:
+        self._meetings += 1
+        here, verdict = f"meeting/{self._meetings}", f"verdict/{self._meetings}"
+        try:
+            self._store.add(here, 1)
+            deadline = time.monotonic() + _MEET_S
+            while (all_came := self._store.add(here, 0) >= self._world) is False and time.monotonic() < deadline:
+                time.sleep(0.05)
+            # The first verdict counts: the last rank may come just as the first one leaves.
+            return self._store.compare_set(verdict, "", "yes" if all_came else "no") == b"yes"
+        except dist.DistError as lost:
+            log.debug("The other ranks could not be met: %s", _first_line(lost))
+            return False
 
     def close(self) -> None:
         self._spared.set()

@@ -269,11 +269,12 @@ class Staging:
                 # Between a look at the name and the rename another process took it, or let it go.
                 if left == 0 or error.errno not in _LOST_RACE:
                     raise
-        _sync(self.target.parent)
+        # From here on the checkpoint is there: nothing that the caller wants has failed.
         try:
+            _sync(self.target.parent)
             self.discard()
-        except OSError as error:  # the checkpoint is there: nothing that the caller wants has failed
-            log.warning("The checkpoint %s is saved, but %s could not be removed: %s", self.target, self.folder, error)
+        except OSError as error:
+            log.warning("The checkpoint %s is saved, but cleaning up in %s failed: %s", self.target, self.folder, error)
 
     def discard(self) -> None:
         """Remove the folder and what is in it; what is gone already is no error."""
@@ -299,7 +300,7 @@ class Staging:
         os.rename(self.target, old)
         try:
             os.rename(self.path, self.target)
-        except OSError:
+        except BaseException:  # Ctrl-C, too: for this moment nothing has the name
             if not os.path.lexists(self.target):
                 os.rename(old, self.target)
             raise
@@ -528,8 +529,11 @@ def _verify_directory(folder: Path, part: int, parts: int) -> list[Damage]:
     for name, said in sums.items():
         file = folder / name
         try:
-            size = file.stat().st_size
-            if size != said.size:
+            status = file.lstat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                found.append(Damage(file, "is no ordinary file"))
+            elif size != said.size:
                 found.append(Damage(file, f"has {size} bytes, the manifest says {said.size}"))
             elif name in mine and (crc32 := _crc32_of(file)) != said.crc32:
                 found.append(Damage(file, f"its crc32 is {_hex(crc32)}, the manifest says {_hex(said.crc32)}"))
@@ -545,6 +549,9 @@ def _sums_in(manifest: bytes) -> dict[str, FileSum]:
         if crc32 != _hex(_crc32_of_files(files)):
             raise ValueError(f"its list of files does not have the crc32 {crc32} that stands beside it")
         sums = {str(name): FileSum(int(each["size"]), int(each["crc32"], 16)) for name, each in files.items()}
+        outside = [name for name in sums if not name or Path(name).is_absolute() or ".." in Path(name).parts]
+        if outside:
+            raise ValueError(f"it names files outside of the checkpoint, {outside[:3]}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"is damaged: {type(error).__name__}: {error}") from error
     if version != _MANIFEST_VERSION:
@@ -660,6 +667,31 @@ def find(path: Path) -> tuple[Path, str | None]:
         f"{str(path)!r} was being replaced by a process that ended before it was; reading {str(old)!r}, the checkpoint"
         " that was to be replaced."
     )
+
+
+def recover(folder: Path) -> list[Path]:
+    """Give each ``NAME.old`` in ``folder`` its name back, whose replacement ended halfway; any process may call it.
+
+    Lightning itself looks for names alone, where :func:`find` knows better. One whose replacement may still go on is
+    left alone.
+
+    Returns:
+        The checkpoints that have their names again.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    begun = [_owner_of(folder / name) for name in names if name.startswith(_PREFIX)]
+    busy = {target for owner, target in begun if owner is not None and owner.lives() is not False}
+    recovered = []
+    for name in names:
+        target = folder / name.removesuffix(".old")
+        if name.endswith(f"{_FILE_SUFFIX}.old") and target.name not in busy and not os.path.lexists(target):
+            with suppress(OSError):  # another rank does the same
+                os.rename(folder / name, target)
+                recovered.append(target)
+    return recovered
 
 
 def newest_sound(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import resource
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_fp8_rocm.distributed import publish, storage
-from lightning_fp8_rocm.distributed.faults import agreed, exchange, is_agreed, raise_together
+from lightning_fp8_rocm.distributed.faults import agreed, exchange, is_agreed, raise_together, same_on_all_ranks
 
 log = logging.getLogger("lightning_fp8_rocm")
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Saver:
     """
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # the default one until `prepare`
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._lock = threading.RLock()  # the handler of a signal may save, too
@@ -43,9 +44,21 @@ class Saver:
         self._to_remove: list[Path] = []
         self._left_overs: list[publish.LeftOver] = []
 
-    def prepare_background(self) -> None:
-        """Make the group of the thread; after the process group was made, and again after it was made anew."""
-        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+    def prepare(self) -> None:
+        """Make the group in which checkpoints are written; collective, and again after the process group is made anew.
+
+        Also for what is written at once: ranks wait for the slowest disk longer than for a gradient, and what they tell
+        each other of it has no place on a GPU.
+        """
+        _raise_limit_of_open_files()
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The ranks cannot connect over gloo, which writing checkpoints needs: {error}. Each rank opens a"
+                f" connection to each of the {dist.get_world_size()} others (`ulimit -n`), over the interface that"
+                " GLOO_SOCKET_IFNAME names, or the one that the name of the host belongs to."
+            ) from error
 
     def look_around(self, folders: Iterable[Path]) -> list[publish.LeftOver]:
         """On rank 0, remember what earlier runs began to write in ``folders`` and did not publish; it is returned.
@@ -83,14 +96,14 @@ class Saver:
         """
         self.wait()
         if not background:
-            self._write(path, state, rest, full, own, None)
+            self._write(path, state, rest, full, own)
             return
         with raise_together(f"copying what goes into {str(path)!r}"):
             rest, own = copy.deepcopy(dict(rest)), copy.deepcopy(own)
 
         def work() -> None:
             try:
-                self._write(path, state, rest, full, own, self._group)
+                self._write(path, state, rest, full, own)
             except Exception as error:
                 self._failure = error
             finally:
@@ -125,6 +138,29 @@ class Saver:
                 return
         _remove(path)
 
+    def check_sound(self, path: Path) -> None:
+        """Check a checkpoint against the crc32 that was written with it; collective: each rank reads a part of it.
+
+        Raises:
+            ValueError: It is damaged; on all ranks, with the name of the file and of the newest older checkpoint beside
+                it that is sound.
+            DistributedError: Ranks see different checkpoints under that name.
+        """
+        group = self._group
+        parts, part = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
+        with raise_together(f"verifying {str(path)!r}", group):
+            seen, damages = storage.identity(path), publish.verify(path, part=part, parts=parts)
+        found = list(dict.fromkeys(str(each) for of_rank in exchange(damages, group) for each in of_rank))
+        if not found:
+            same_on_all_ranks(seen, f"What is in the checkpoint {str(path)!r}", group)
+            return
+        hint = ""
+        with raise_together(f"looking for a sound checkpoint beside {str(path)!r}", group):
+            if part == 0:
+                hint = _sound_one_beside(path, found)
+        hint = exchange(hint, group)[0]
+        raise agreed(ValueError(f"The checkpoint {str(path)!r} is damaged: {'; '.join(found)}. {hint}"))
+
     # ---- how
 
     def _finish(self) -> None:
@@ -142,8 +178,8 @@ class Saver:
         rest: Mapping[str, Any],
         full: bool,
         own: Mapping[str, Any] | None,
-        group: dist.ProcessGroup | None,
     ) -> None:
+        group = self._group
         staging: publish.Staging | None = None
         try:
             staging = _on_first(lambda: publish.Staging.begin(path), "beginning", group)
@@ -157,7 +193,7 @@ class Saver:
             _on_first(lambda: _of(staging).publish(), "publishing", group)
         except BaseException as error:
             if staging is not None:
-                staging.discard()
+                _discard(staging)
             if not isinstance(error, Exception):
                 raise
             if not is_agreed(error) and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -176,10 +212,26 @@ class Saver:
             self._tidy(path.parent)
 
     def _tidy(self, folder: Path) -> None:
-        here = [each for each in self._left_overs if each.folder.parent == folder]
-        if here:
-            publish.remove_left_overs(here)
-            self._left_overs = [each for each in self._left_overs if each not in here]
+        # Looked for again: of a process on another host it is certain only after a while that it is dead.
+        named = [each for each in self._left_overs if each.folder.parent.absolute() == folder.absolute()]
+        for removed in publish.remove_left_overs(dict.fromkeys([*named, *publish.left_overs(folder)])):
+            log.info("Removed what an earlier run had left of a checkpoint: %s", removed)
+        self._left_overs = [each for each in self._left_overs if each not in named]
+
+
+def _discard(staging: publish.Staging) -> None:
+    try:
+        staging.discard()
+    except OSError as error:  # what is to be raised is why the checkpoint could not be written
+        log.warning("%s could not be removed: %s", staging.folder, error)
+
+
+def _raise_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * dist.get_world_size() + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _of(staging: publish.Staging | None) -> publish.Staging:
@@ -221,29 +273,13 @@ def _remove(path: Path) -> None:
         log.warning("The checkpoint %s could not be removed: %s", path, error)
 
 
-def check_sound(path: Path) -> None:
-    """Check a checkpoint against the crc32 that was written with it; collective: each rank reads a part of the files.
-
-    Raises:
-        ValueError: It is damaged; on all ranks, with the name of the file and of the newest older checkpoint beside it
-            that is sound.
-    """
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    with raise_together(f"verifying {str(path)!r}"):
-        damages = publish.verify(path, part=rank, parts=world)
-    found = list(dict.fromkeys(str(each) for of_rank in exchange(damages) for each in of_rank))
-    if not found:
-        return
-    hint = ""
-    if rank == 0:
-        log.warning("The checkpoint %s is damaged. Looking for an older one that is sound ...", path)
-        # What damaged it may have been a while later, and changed the time of the directory or of a file.
-        written = min(each.stat().st_mtime for each in (path, *path.rglob("*")))
-        sound = publish.newest_sound(path, older_than=written)
-        hint = (
-            f"The newest older checkpoint beside it that is sound: {str(sound)!r}. Pass that one, if its step will do."
-            if sound is not None
-            else "No older checkpoint beside it is sound."
-        )
-    hint = exchange(hint)[0]
-    raise agreed(ValueError(f"The checkpoint {str(path)!r} is damaged: {'; '.join(found)}. {hint}"))
+def _sound_one_beside(path: Path, damages: Sequence[str]) -> str:
+    log.warning(
+        "The checkpoint %s is damaged (%s). Looking for an older one that is sound ...", path, "; ".join(damages[:3])
+    )
+    # What damaged it may have been a while later, and changed the time of the directory or of a file.
+    written = min(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    sound = publish.newest_sound(path, older_than=written)
+    if sound is None:
+        return "No older checkpoint beside it is sound."
+    return f"The newest older checkpoint beside it that is sound: {str(sound)!r}. Pass that one, if its step will do."

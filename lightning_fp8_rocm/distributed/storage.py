@@ -14,10 +14,12 @@ import io
 import os
 import pathlib
 import pickle
+import time
 import warnings
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -55,6 +57,9 @@ _FSDP1_MODEL_KEY = "model"  # of its FSDPStrategy; of Fabric, too
 _OPTIMIZER_PREFIX = "optimizer_"  # Lightning's
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wraps a module without being one
 _SHOWN = 10
+_PROPAGATION_S = (
+    10.0  # what one host wrote, another one sees after some seconds at most: attributes are cached for 3 on NFS
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names and leaves
@@ -98,6 +103,58 @@ class Stored(NamedTuple):
     """Its key in the directory; or the tensor itself, mapped from the file."""
 
 
+class ReplacedError(RuntimeError):
+    """Another process saved under the name of a checkpoint while this one read it."""
+
+
+def identity(path: Path) -> tuple[int, ...]:
+    """What tells a checkpoint from another one under the same name, on this host and on another.
+
+    Of a directory the crc32 of its lists of files; of a file its size and the crc32 of its end, where the list is.
+    """
+    if path.is_dir():
+        lists = (path / MANIFEST_NAME, path / DCP_METADATA_NAME)
+        return tuple(zlib.crc32(each.read_bytes()) for each in lists if each.is_file())
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - (1 << 16)))
+        return size, zlib.crc32(file.read())
+
+
+@contextmanager
+def unchanged(path: Path) -> Iterator[None]:
+    """The span in which a checkpoint is read; it may take minutes, and be replaced by a running training meanwhile.
+
+    Raises:
+        ReplacedError: It was: what was read is of two checkpoints. In place of what else that may have led to.
+    """
+    before = _inode(path)
+    try:
+        yield
+    except Exception as error:
+        if _inode(path) != before:
+            raise replaced(path) from error
+        raise
+    if _inode(path) != before:
+        raise replaced(path)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def replaced(path: Path) -> ReplacedError:
+    """What to raise where a checkpoint is not any more the one that it was."""
+    return ReplacedError(
+        f"The checkpoint {str(path)!r} was replaced by a newer one while it was read. Load it again, or one whose name"
+        " the running training does not save to again."
+    )
+
+
 class Contents(NamedTuple):
     """What a checkpoint holds; each tensor is a :class:`Stored`."""
 
@@ -107,6 +164,8 @@ class Contents(NamedTuple):
     """What ``optimizer.state_dict()`` returns, but that a sharded checkpoint has names for numbers."""
     rest: dict[str, Any]
     """All else; tensors that were sharded are :class:`Stored`, others are read."""
+    metadata: metadata.Metadata | None = None
+    """The list of shards, for :func:`read`: at a thousand ranks it takes half a minute to read."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,7 +197,9 @@ class _SummingFileSystem(filesystem.FileSystem):
 
 class _Writer(filesystem.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)  # each file is fsynced when it is closed
+        # Each file is fsynced when it is closed. All tensors are on the host: nothing is to be copied ahead from a GPU,
+        # for which torch would wake up the first one, whichever is this rank's.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs: _SummingFileSystem = _SummingFileSystem()
 
     @override
@@ -177,7 +238,40 @@ def write_sharded(
     sums = exchange(files.sums, group)
     with raise_together(f"writing {MANIFEST_NAME}", group):
         if first:
+            _check_arrived(folder, sums)
             write_manifest(folder, {name: each for of_rank in sums for name, each in of_rank.items()})
+
+
+def _check_arrived(folder: Path, sums: Sequence[Mapping[str, FileSum]]) -> None:
+    """Check that this host sees what every rank wrote.
+
+    Raises:
+        RuntimeError: A file is not there, or not whole, also some seconds later.
+    """
+    deadline = time.monotonic() + _PROPAGATION_S
+    missing: dict[str, int] = {}
+    for rank, of_rank in enumerate(sums):
+        for name, each in of_rank.items():
+            while not _has_size(folder / name, each.size):
+                if time.monotonic() > deadline:
+                    missing[name] = rank
+                    break
+                os.listdir(folder)  # lets a network file system ask its server again
+                time.sleep(0.1)
+    if missing:
+        name, rank = next(iter(missing.items()))
+        raise RuntimeError(
+            f"Rank {rank} wrote {name!r}, but host {os.uname().nodename!r} does not see it in {str(folder)!r}"
+            f" ({len(missing)} such files). A sharded checkpoint must be on a file system that all hosts share: choose"
+            ' such a `dirpath`, or `state_dict_type="full"`.'
+        )
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -257,8 +351,13 @@ def open_checkpoint(path: Path, *, weights_only: bool | None, with_optimizers: b
     return _open_sharded(path, weights_only, with_optimizers) if path.is_dir() else _open_full(path, weights_only)
 
 
-def read(path: Path, wanted: Iterable[tuple[Stored, Tensor]]) -> None:
+def read(path: Path, wanted: Iterable[tuple[Stored, Tensor]], found: metadata.Metadata | None = None) -> None:
     """Read stored tensors into memory of their shape; of a DTensor, the part that this rank holds.
+
+    Args:
+        path: The checkpoint.
+        wanted: What to read, and into what.
+        found: Its :attr:`Contents.metadata`; read again if None.
 
     Raises:
         RuntimeError: A shard could not be read.
@@ -270,7 +369,7 @@ def read(path: Path, wanted: Iterable[tuple[Stored, Tensor]]) -> None:
         else:
             copy_own_part(stored.source, target)
     if by_key:
-        _read_shards(path, by_key)
+        _read_shards(path, by_key, found)
 
 
 def _unpickle(path: Path, weights_only: bool | None, *, mmap: bool) -> Any:
@@ -324,7 +423,8 @@ def _open_sharded(path: Path, weights_only: bool | None, with_optimizers: bool) 
         for key, value in flat.items()
         if value is None and (with_optimizers or not key.startswith(_OPTIMIZER_PREFIX))
     }
-    _read_shards(path, values, weights_only)
+    if values:
+        _read_shards(path, values, found, weights_only)
 
     tree: dict[Any, Any] = {}
     for key, value in {**flat, **values}.items():
@@ -346,7 +446,7 @@ def _open_sharded(path: Path, weights_only: bool | None, with_optimizers: bool) 
     )
     optimizers = [_with_lists(tree.pop(key)) for _, key in numbered]
     return Contents(
-        {plain_name(key): _with_lists(value) for key, value in model.items()}, optimizers, _merged(rest, tree)
+        {plain_name(key): _with_lists(value) for key, value in model.items()}, optimizers, _merged(rest, tree), found
     )
 
 
@@ -442,9 +542,13 @@ def read_metadata(path: Path) -> metadata.Metadata:
 
 
 class _Reader(filesystem.FileSystemReader):
+    def __init__(self, path: Path, found: metadata.Metadata | None) -> None:
+        super().__init__(path)
+        self._found = found
+
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        found = read_metadata(Path(self.path))
+        found = self._found or read_metadata(Path(self.path))
         if found.storage_meta is not None:
             found.storage_meta.load_id = self.load_id
         return found
@@ -462,11 +566,13 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self.weights_only)
 
 
-def _read_shards(path: Path, into: dict[str, Any], weights_only: bool | None = True) -> None:
+def _read_shards(
+    path: Path, into: dict[str, Any], found: metadata.Metadata | None, weights_only: bool | None = True
+) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            load_shards(into, storage_reader=_Reader(path), planner=_Planner(weights_only), no_dist=True)
+            load_shards(into, storage_reader=_Reader(path, found), planner=_Planner(weights_only), no_dist=True)
         except CheckpointException as error:  # not an Exception: handlers would let it pass
             for failure, _ in error.failures.values():
                 if isinstance(failure, pickle.UnpicklingError):

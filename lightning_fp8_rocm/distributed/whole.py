@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_fp8_rocm.distributed.publish import find, local_path, verify
 from lightning_fp8_rocm.distributed.storage import (
@@ -23,6 +24,7 @@ from lightning_fp8_rocm.distributed.storage import (
     map_leaves,
     open_checkpoint,
     read,
+    unchanged,
 )
 
 Make = Callable[[Stored], Tensor]
@@ -79,7 +81,7 @@ def whole_checkpoint(
     # A checkpoint of weights alone has neither; a run without optimizers has an empty list.
     if contents.optimizers or "lr_schedulers" in contents.rest:
         checkpoint["optimizer_states"] = [map_leaves(numbered(each), planned) for each in contents.optimizers]
-    read_in_turns(path, wanted, after)
+    read_in_turns(path, wanted, after, contents.metadata)
     whole: dict[str, Any] = checkpoint
     return whole
 
@@ -102,10 +104,11 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
     check_readable(found)
     if notice is not None:
         warnings.warn(notice, stacklevel=2)
-    damages = verify(found)
-    if damages:
-        raise ValueError(f"The checkpoint {str(found)!r} is damaged: {'; '.join(map(str, damages))}.")
-    checkpoint = whole_checkpoint(found, weights_only=weights_only)
+    with unchanged(found):
+        damages = verify(found)
+        if damages:
+            raise ValueError(f"The checkpoint {str(found)!r} is damaged: {'; '.join(map(str, damages))}.")
+        checkpoint = whole_checkpoint(found, weights_only=weights_only)
     if not isinstance(map_location, str | torch.device):
         return checkpoint
 
@@ -117,9 +120,12 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
 
 
 def read_in_turns(
-    path: Path, wanted: Sequence[tuple[Stored, Tensor]], after: Callable[[int], None] = lambda size: None
+    path: Path,
+    wanted: Sequence[tuple[Stored, Tensor]],
+    after: Callable[[int], None] = lambda size: None,
+    found: Metadata | None = None,
 ) -> None:
-    """Read stored tensors into memory of their shape, and call ``after`` with the bytes read since the last call."""
+    """As :func:`storage.read`; calls ``after`` with the bytes read since the last call."""
     limit = max(_TURN, sum(_size(stored) for stored, _ in wanted) // _TURNS)
     turn: list[tuple[Stored, Tensor]] = []
     size = 0
@@ -127,7 +133,7 @@ def read_in_turns(
         turn.append(each)
         size += _size(each[0])
         if size >= limit or number == len(wanted):
-            read(path, turn)
+            read(path, turn, found)
             after(size)
             turn, size = [], 0
 
@@ -203,17 +209,19 @@ def _by_values(path: Path, contents: Contents, tensors: Mapping[str, Stored], ma
         if len(names) < 2 or trained.issuperset(names):
             continue
         first: dict[bytes, str] = {}
-        for name, digest in _digests(path, {name: tensors[name] for name in names}, make):
+        for name, digest in _digests(path, {name: tensors[name] for name in names}, make, contents.metadata):
             earlier = first.setdefault(digest, name)
             if earlier != name and not {earlier, name} <= trained:
                 ties[name] = earlier
     return ties
 
 
-def _digests(path: Path, tensors: Mapping[str, Stored], make: Make) -> Iterable[tuple[str, bytes]]:
+def _digests(
+    path: Path, tensors: Mapping[str, Stored], make: Make, found: Metadata | None
+) -> Iterable[tuple[str, bytes]]:
     """Of each tensor's bytes; none for a tensor of one value throughout."""
     wanted = [(stored, make(stored)) for stored in tensors.values()]
-    read_in_turns(path, wanted)
+    read_in_turns(path, wanted, found=found)
     for name, (_, tensor) in zip(tensors, wanted, strict=True):
         values = tensor.contiguous().view(-1)
         if values.numel() and not values.eq(values[0]).all():

@@ -8,12 +8,14 @@ Lightning have them.
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -50,7 +52,7 @@ from lightning_fp8_rocm.distributed import checkpoint as files
 from lightning_fp8_rocm.distributed import publish, sharding, storage
 from lightning_fp8_rocm.distributed.faults import Watcher, raise_together
 from lightning_fp8_rocm.distributed.random_states import random_states, set_random_states
-from lightning_fp8_rocm.distributed.saver import Saver, check_sound
+from lightning_fp8_rocm.distributed.saver import Saver
 from lightning_fp8_rocm.distributed.units import AutoWrapPolicy
 from lightning_fp8_rocm.plugins import (
     FP8PrecisionMixin,
@@ -124,6 +126,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self._is_training = False
         self._weights_only: bool | None = None
         self._random_states: dict[str, Any] | None = None
+        self._looked_at: WeakSet[Optimizer] = WeakSet()
 
     # ---- who and where
 
@@ -220,13 +223,15 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
+        makes_group = False
         if self._mesh is None or self._mesh_is_of_another_group():
             self._mesh = sharding.make_mesh(device.type, self.world_size, self.mesh_sizes)
-            if self.async_checkpoint:
-                self._saver.prepare_background()
+            makes_group = True
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh
         self._watcher.start()
+        if makes_group:
+            self._saver.prepare()
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -234,7 +239,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._checkpoint_folders()  # not at the first save, hours later
+            self._check_where_checkpoints_go()  # not at the first save, hours later
         # FSDP2 and tensor subclasses fail under it, and the weights it gathered cannot be trained afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -385,6 +390,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
+        self._check_that_all_save()
+        self._saver.wait()  # before there are two copies on the host
         self._share_buffers()
         return files.model_state(self.model, full=self._saves_one_file, copy=self._saves_in_background)
 
@@ -436,13 +443,16 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         self._saver.wait()
         path = publish.local_path(self.broadcast(os.fspath(checkpoint_path)))
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        found, notice = self.broadcast(publish.find(path))
         with raise_together(f"loading {path}"):
-            found, notice = publish.find(path)
             storage.check_readable(found)
         if notice is not None:
             rank_zero_warn(notice)
-        check_sound(found)
-        with raise_together(f"loading {path}"):  # reading needs no collectives
+        before = storage.identity(found)
+        self._saver.check_sound(found)
+        with raise_together(f"loading {path}"), storage.unchanged(found):  # reading needs no collectives
+            if storage.identity(found) != before:
+                raise storage.replaced(found)
             checkpoint = files.load(
                 found,
                 self.model,
@@ -452,6 +462,11 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             )
             if is_fitting:
                 self._restore_rank(checkpoint)
+        if storage.OWN_KEY in checkpoint and found.is_dir() and not (found / publish.MANIFEST_NAME).is_file():
+            rank_zero_warn(
+                f"The checkpoint {str(found)!r} has lost its {publish.MANIFEST_NAME}: it was loaded without being"
+                " verified. Copy all files of a checkpoint."
+            )
         return checkpoint
 
     @override
@@ -514,6 +529,17 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         places = [getattr(each, "dirpath", None) for each in self.lightning_module.trainer.checkpoint_callbacks]
         return [publish.local_path(place) for place in places if place]
 
+    def _check_where_checkpoints_go(self) -> None:
+        self._checkpoint_folders()
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.checkpoint_callbacks:
+            if self.async_checkpoint and getattr(callback, "save_last", None) == "link":
+                raise ValueError(
+                    f'`ModelCheckpoint(save_last="link")` does not work with `{type(self).__name__}'
+                    "(async_checkpoint=True)`: Lightning would make `last.ckpt` a link to a checkpoint that is not"
+                    " written yet, and a run that ends meanwhile has no last one. Pass `save_last=True`."
+                )
+
     def _name_left_overs(self) -> None:
         folders = self._checkpoint_folders()
         found: list[publish.LeftOver] = []
@@ -525,6 +551,33 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
                 f"Earlier runs began {len(found)} checkpoints that they did not complete: {names}. They are not used,"
                 " and the next checkpoint that is saved there removes them."
             )
+
+    def _check_that_all_save(self) -> None:
+        """Callbacks save on an exception, each rank for itself: where one has failed alone, the others never come.
+
+        Raises:
+            RuntimeError: That is so. The others are told why this rank ends.
+        """
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.interrupted or self._watcher.meet():
+            return
+        self._is_training = False
+        self._wait_for_the_last_checkpoint()
+        error = sys.exception()
+        if error is not None:
+            self._watcher.announce(error)
+        raise RuntimeError(
+            "No checkpoint is saved because of this exception: not all ranks raised one, and those that go on hold"
+            " their part of the weights. The last checkpoint that was saved before is complete."
+        )
+
+    def _is_called(self, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """``fit`` or the like begins, before Lightning looks for the checkpoint that ``ckpt_path="last"`` means."""
+        self._weights_only = _weights_only_of(function, *args, **kwargs)
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None) or os.path.join(trainer.default_root_dir, "checkpoints")
+            if "://" not in str(folder):
+                publish.recover(Path(folder))
 
     def _wait_for_the_last_checkpoint(self) -> None:
         """Where something else is to be raised, or nothing any more."""
@@ -609,8 +662,16 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             for logger in trainer.loggers:
                 logger.log_hyperparams({f"fp8_rocm/{name}": value for name, value in facts.items()})
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.after_optimizer_step()
+        if optimizer not in self._looked_at:
+            self._looked_at.add(optimizer)
+            packed = {key for state in optimizer.state.values() for key, each in state.items() if files.is_packed(each)}
+            if packed:
+                rank_zero_warn(
+                    f"{type(optimizer).__name__} keeps its states {sorted(map(str, packed))} in tensors of a class of"
+                    " its own, which no checkpoint can hold: saving will fail, unless with `save_weights_only=True`."
+                )
 
     @contextmanager
     def _evaluation_step(self) -> Generator[None, None, None]:
@@ -632,7 +693,7 @@ class _Subprocesses(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self._strategy._weights_only = _weights_only_of(function, *args, **kwargs)
+        self._strategy._is_called(trainer, function, *args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -649,7 +710,7 @@ class _InPlace(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self._strategy._weights_only = _weights_only_of(function, *args, **kwargs)
+        self._strategy._is_called(trainer, function, *args, **kwargs)
         return function(*args, **kwargs)
 
     @override

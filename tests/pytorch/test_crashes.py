@@ -73,7 +73,7 @@ class Tiny:
         self.saver = Held()
         self.background = background
         if background:
-            self.saver.prepare_background()
+            self.saver.prepare()
 
     def save(self, path: Path, generation: int, full: bool, then: Callable[[], None] = lambda: None) -> None:
         """All ranks; `then` is called while it is written in the background."""
