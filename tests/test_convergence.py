@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import convergence
 
-STEPS = 150
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
