@@ -13,6 +13,7 @@ from lightning_fp8_rocm.cli import files
 from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, open_checkpoint, read_metadata
 
 _UNBOUNDED = 10_000  # columns, where nobody sees where the line ends
+_WORTH_A_LINE = 1000  # bytes: averages of weights are, the best score of ModelCheckpoint is not
 
 
 def inspect(src: str, verify: bool = True, weights_only: bool = True) -> None:
@@ -76,7 +77,7 @@ def _facts(path: Path, contents: Contents) -> dict[str, str]:
     sizes = [sum(map(_bytes, _stored([state]))) for state in contents.optimizers]
     facts["optimizers"] = ", ".join(map(files.human, sizes)) or "none"
     callbacks = {key: sum(map(_bytes, _stored([state]))) for key, state in rest.get("callbacks", {}).items()}
-    facts |= {f"callback {key}": files.human(size) for key, size in callbacks.items() if size}
+    facts |= {f"callback {key}": files.human(size) for key, size in callbacks.items() if size >= _WORTH_A_LINE}
     for key in ("epoch", "global_step"):
         if key in rest:
             facts[key] = str(rest[key])
