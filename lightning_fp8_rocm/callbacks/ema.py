@@ -280,6 +280,21 @@ class EMA(Callback):
         return {"decay": self.decay, "updates": self.updates, "weights": dict(self._averages)}
 
     @override
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        # Of a checkpoint without a state for it a callback is told nothing else.
+        states = checkpoint.get("callbacks") or {}
+        if self.state_key in states:
+            return
+        others = sorted(str(key) for key in states if str(key).startswith(type(self).__name__ + "{"))
+        has = f"averages of {', '.join(others)}" if others else "no averages"
+        rank_zero_warn(
+            f"The checkpoint has {has}, and this run has {self.state_key}: its averages begin anew."
+            + (" To go on with those of the checkpoint, pass their `decay`." if others else "")
+        )
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the averages of a checkpoint. They are compared with the module when a stage starts.
 

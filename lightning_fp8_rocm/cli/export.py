@@ -75,7 +75,7 @@ def export(
     Args:
         src: The checkpoint: a directory of shards, or a file.
         dst: The directory to write.
-        dtype: Of the weights.
+        dtype: The dtype of the weights that are written.
         prefix: The attribute of the LightningModule that is the Hugging Face model. Other tensors are left out. An
             empty one takes all.
         config: A directory with the `config.json` of the model; its tokenizer is copied along. By default only weights
@@ -99,6 +99,7 @@ def export(
     found = files.source(src)
     settings = None if config is None else _read_config(local_path(config))
     with files.output(dst, beside=found, overwrite=overwrite) as staging, unchanged(found):
+        _check_is_export(staging.target)
         if verify:
             files.check_sound(found)
         contents = open_checkpoint(found, weights_only=weights_only)
@@ -127,6 +128,15 @@ def export(
     files.say(f"{dst}: {size}, {len(plan.tensors)} tensors in {len(shards.filename_to_tensors)} file(s)")
     for line in (*plan.notes, *_notes_on_config(config, settings, sums, plan)):
         files.say(line)
+
+
+def _check_is_export(target: Path) -> None:
+    """Whatever is replaced must not be a checkpoint that training resumes from."""
+    if target.exists() and not (target.is_dir() and any(target.glob("model*.safetensors*"))):
+        raise FileExistsError(
+            f"{str(target)!r} is there and is no earlier export, which is all that an export replaces. Choose another"
+            " name for DST."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -89,10 +89,18 @@ def output(path: str, *, beside: Path, overwrite: bool) -> Iterator[publish.Stag
         raise FileExistsError(
             f"{str(target)!r} is there already. Choose another name, or replace it with `--overwrite true`."
         )
-    staging = publish.Staging.begin(target)
+    try:
+        staging = publish.Staging.begin(target)
+    except IsADirectoryError:
+        raise
+    except OSError as error:
+        raise OSError(f"Cannot write {str(target)!r}: {error}") from error
     try:
         yield staging
         staging.publish()
+    except OSError as error:
+        staging.discard()
+        raise OSError(f"Cannot write {str(target)!r}: {error}") from error
     except BaseException:
         staging.discard()
         raise

@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fp8_rocm.cli import files
+from lightning_fp8_rocm.distributed.publish import MANIFEST_NAME
 from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, open_checkpoint, read_metadata
 
 _UNBOUNDED = 10_000  # columns, where nobody sees where the line ends
@@ -43,15 +44,16 @@ def inspect(src: str, verify: bool = True, weights_only: bool = True) -> None:
     for fact, value in _facts(found, contents).items():
         facts.add_row(fact, value)
     state = "not looked at" if damages is None else "; ".join(map(str, damages))
-    facts.add_row("files", state or _sound(found))
+    facts.add_row("files", state or _sound(found, is_ours=OWN_KEY in contents.rest))
     console.print(facts)
     if damages:
         sys.exit(1)
 
 
-def _sound(path: Path) -> str:
-    has_sums = path.is_file() or (path / "manifest.json").is_file()
-    return "sound" if has_sums else "no checksums: Lightning itself wrote it"
+def _sound(path: Path, is_ours: bool) -> str:
+    if path.is_file() or (path / MANIFEST_NAME).is_file():
+        return "sound"
+    return f"not verified: its {MANIFEST_NAME} is gone" if is_ours else "no checksums: Lightning itself wrote it"
 
 
 def _table(model: Mapping[str, Any]) -> Table:
@@ -71,7 +73,7 @@ def _facts(path: Path, contents: Contents) -> dict[str, str]:
     model = list(_stored(contents.model.values()))
     elements = sum(each.shape.numel() for each in model)
     facts = {
-        "form": f"directory of shards, written by {_ranks(path)} ranks" if path.is_dir() else "one file",
+        "form": f"directory of shards, of {_ranks(path)} rank(s)" if path.is_dir() else "one file",
         "model": f"{len(model)} tensors, {elements:,} elements, {files.human(sum(map(_bytes, model)))}",
     }
     sizes = [sum(map(_bytes, _stored([state]))) for state in contents.optimizers]

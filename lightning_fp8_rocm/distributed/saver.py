@@ -182,7 +182,7 @@ class Saver:
         group = self._group
         staging: publish.Staging | None = None
         try:
-            staging = _on_first(lambda: publish.Staging.begin(path), "beginning", group)
+            staging = _on_first(lambda: publish.Staging.begin(path), "making a folder for it", group)
             if own is not None:
                 rest = {**rest, storage.OWN_KEY: {**rest.get(storage.OWN_KEY, {}), "ranks": _gather(own, group)}}
             if full:

@@ -228,6 +228,9 @@ def write_sharded(
         with _without_sums_within():
             save_shards(dict(state), storage_writer=writer, process_group=group)
     except CheckpointException as error:  # not an Exception: handlers would let it pass
+        own, _ = error.failures.get(dist.get_rank(group), (None, None))
+        if isinstance(own, KeyboardInterrupt):
+            raise own from error
         raise agreed(RuntimeError(f"Writing shards failed: {_failures(error)}")) from error
     first = dist.get_rank(group) == 0
     with raise_together(f"writing {META_NAME}", group):

@@ -503,8 +503,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
             return
         if len(ranks) != self.world_size:
             say(
-                f"The checkpoint was saved by {len(ranks)} ranks and is loaded by {self.world_size}: random numbers"
-                " start anew, and a dataloader that saves its state gets the one of rank 0."
+                f"The checkpoint was saved by {len(ranks)} rank(s) and is loaded by {self.world_size}: random numbers"
+                " start anew, batches are divided otherwise, and a dataloader that saves its state gets that of rank 0."
             )
             return
         own = ranks[self.global_rank]
@@ -530,7 +530,11 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         return [publish.local_path(place) for place in places if place]
 
     def _check_where_checkpoints_go(self) -> None:
-        self._checkpoint_folders()
+        folders = self._checkpoint_folders()
+        with raise_together("looking at where checkpoints go"):
+            if self.is_global_zero:
+                for folder in folders:
+                    _check_writable(folder)
         assert self.lightning_module is not None
         for callback in self.lightning_module.trainer.checkpoint_callbacks:
             if self.async_checkpoint and getattr(callback, "save_last", None) == "link":
@@ -548,8 +552,8 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         if found:
             names = "; ".join(f"{each.folder} (of {each.target}, by {each.owner})" for each in found)
             rank_zero_warn(
-                f"Earlier runs began {len(found)} checkpoints that they did not complete: {names}. They are not used,"
-                " and the next checkpoint that is saved there removes them."
+                f"Earlier runs began checkpoints that they did not complete: {names}. These are not used, and the next"
+                " checkpoint that is saved there removes them."
             )
 
     def _check_that_all_save(self) -> None:
@@ -577,7 +581,12 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None) or os.path.join(trainer.default_root_dir, "checkpoints")
             if "://" not in str(folder):
-                publish.recover(Path(folder))
+                for recovered in publish.recover(Path(folder)):
+                    log.warning(
+                        "%s has its name again: a process that was replacing it had ended halfway and left it as"
+                        " NAME.old.",
+                        recovered,
+                    )
 
     def _wait_for_the_last_checkpoint(self) -> None:
         """Where something else is to be raised, or nothing any more."""
@@ -722,6 +731,20 @@ def _weights_only_of(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """What the user passed as ``weights_only``, which Lightning hands to no strategy that loads after its setup."""
     value = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
     return value if isinstance(value, bool) else None
+
+
+def _check_writable(folder: Path) -> None:
+    """Not a proof, but what can be said without writing.
+
+    Raises:
+        PermissionError: ``folder``, or where it would be made, is read-only.
+    """
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"Checkpoints are to be saved in {str(folder)!r}, but {str(above)!r} is no directory that this process may"
+            " write to. Choose another `dirpath` of ModelCheckpoint, or another `default_root_dir` of the Trainer."
+        )
 
 
 def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

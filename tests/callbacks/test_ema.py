@@ -482,6 +482,23 @@ def test_an_argument_that_is_not_allowed_is_refused(
         EMA(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ([EMA(0.9)], r"has averages of EMA\{'decay': 0\.9\}, .*begin anew\. To go on .* pass their `decay`"),
+        ([], "has no averages"),
+    ],
+)
+def test_where_a_checkpoint_has_no_averages_of_this_decay_they_begin_anew_and_a_warning_says_so(
+    tmp_path: Path, before: list[EMA], says: str
+) -> None:
+    run = trainer("32-true", callbacks=before, num_sanity_val_steps=0)
+    run.fit(Net())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=says):
+        fit(EMA(0.99), ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+
+
 def test_two_decays_are_averaged_side_by_side_and_one_of_them_evaluates(tmp_path: Path) -> None:
     short, long = EMA(0.0), EMA(0.9, evaluate=False)
     run, module = fit(short, long)

@@ -431,7 +431,7 @@ def test_inspect_lists_the_tensors_in_the_order_of_the_model_and_what_there_is_b
     elements = sum(value.numel() for value in runs.weights("rows").values())
     facts = [" ".join(line.split()) for line in lines if not line.startswith(("│", "┏", "┃", "┡", "└"))]
     assert facts == [
-        "form directory of shards, written by 2 ranks",
+        "form directory of shards, of 2 rank(s)",
         f"model 22 tensors, {elements + 3:,} elements, {files.human(4 * (elements + 3))}",
         f"optimizers {files.human(4 * (2 * elements + 21))}",
         f"callback EMA{{'decay': 0.5}} {files.human(4 * elements)}",
@@ -508,6 +508,22 @@ def test_what_is_there_is_replaced_only_when_asked(run: Any, runs: Runs, tmp_pat
 def test_a_directory_that_is_no_checkpoint_is_never_replaced(run: Any, runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     assert "it is no checkpoint" in fails(run("export", runs.checkpoint("rows"), str(tmp_path), "--overwrite", "true"))
+
+
+def test_an_export_never_replaces_what_training_resumes_from(run: Any, runs: Runs, tmp_path: Path) -> None:
+    target = tmp_path / "last.ckpt"
+    shutil.copytree(runs.checkpoint("tied"), target)
+    said = fails(run("export", runs.checkpoint("rows"), str(target), "--overwrite", "true"))
+    assert "is no earlier export, which is all that an export replaces" in said
+    assert (target / "meta.pt").is_file()
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_checkpoint_of_ours_without_its_manifest_is_not_called_sound(run: Any, runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs.checkpoint("tied"), tmp_path / "a.ckpt", ignore=shutil.ignore_patterns("manifest.json"))
+    code, out, _ = run("inspect", str(tmp_path / "a.ckpt"))
+    assert code == 0
+    assert "not verified: its manifest.json is gone" in out
 
 
 def test_objects_are_loaded_only_when_asked(run: Any, tmp_path: Path) -> None:

@@ -889,7 +889,7 @@ def test_what_a_killed_run_left_is_named_once_does_not_disturb_a_resume_of_slurm
     assert first["hidden"] == second["hidden"] == [2, 0]
     assert first["resumed"] == second["resumed"] == saved
     (told,) = first["first"]
-    assert told.startswith("Earlier runs began 2 checkpoints that they did not complete: ")
+    assert told.startswith("Earlier runs began checkpoints that they did not complete: ")
     assert all(f"(of {name}, by " in told for name in targets)
     assert "They are not used, and the next checkpoint that is saved there removes them." in told
     assert first["second"] == second["first"] == second["second"] == []

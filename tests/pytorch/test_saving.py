@@ -109,6 +109,32 @@ def test_a_rank_that_raises_alone_ends_the_run_though_a_callback_would_save_on_e
     assert list(tmp_path.iterdir()) == []
 
 
+def interrupted(path: Path) -> str:
+    run = saved(path)
+    write = CheckedFile.write
+
+    def interrupt(self: CheckedFile, buffer: Any) -> int:
+        if self._path.endswith(".distcp"):
+            raise KeyboardInterrupt
+        return write(self, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckedFile, "write", interrupt)
+        try:
+            run.save_checkpoint(path)
+        except BaseException as error:
+            return type(error).__name__
+    return "nothing was raised"
+
+
+def test_an_interrupt_during_a_save_stays_one_and_leaves_the_checkpoint_that_was_there(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks(2, interrupted, tmp_path / "a.ckpt") == ["KeyboardInterrupt"] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
+    assert publish.verify(tmp_path / "a.ckpt") == []
+
+
 # ---- file systems
 
 
@@ -280,6 +306,7 @@ def refusals(folder: Path) -> dict[str, str]:
     return {
         "link": fit(background(), **link),
         "remote": fit(**remote),
+        "no folder": fit(**saving(Path("/proc/self/stat/runs"))),
         "io": error_of(
             lambda: L.Trainer(
                 accelerator="cpu", devices=1, strategy="fsdp2_fp8", plugins=[AsyncCheckpointIO()], fast_dev_run=1
@@ -293,6 +320,10 @@ def test_what_cannot_be_saved_to_or_by_is_refused_at_setup(ranks: Ranks, tmp_pat
     assert '`ModelCheckpoint(save_last="link")` does not work with' in said["link"]
     assert "Pass `save_last=True`" in said["link"]
     assert "but got 'memory://run'" in said["remote"]
+    assert (
+        "Checkpoints are to be saved in '/proc/self/stat/runs', but '/proc/self/stat' is no directory"
+        in (said["no folder"])
+    )
     assert "AsyncCheckpointIO is a CheckpointIO, and FSDP2FP8Strategy uses none" in said["io"]
     assert "async_checkpoint=True" in said["io"]
 
