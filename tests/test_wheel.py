@@ -36,7 +36,8 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
-    assert sorted(p.name for p in target.iterdir() if "dist-info" not in p.name) == ["lightning_fp8_rocm"]
+    assert sorted(p.name for p in target.iterdir() if "dist-info" not in p.name) == ["bin", "lightning_fp8_rocm"]
+    assert [each.name for each in (target / "bin").iterdir()] == ["lightning-fp8-rocm"]
     script = tmp_path / "use.py"
     script.write_text(USE)
     done = subprocess.run(

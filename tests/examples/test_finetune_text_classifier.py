@@ -165,7 +165,8 @@ def test_the_command_trains_on_two_processes_and_says_each_thing_once(config: st
     assert summary["before"] != summary["after"]
     checkpoint = tmp_path / summary["checkpoint"]
     assert checkpoint == run / "checkpoints" / "best.ckpt"
-    assert {file.name for file in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+    shards = {"__0_0.distcp", "__1_0.distcp"}
+    assert {file.name for file in checkpoint.iterdir()} == {".metadata", "meta.pt", "manifest.json", *shards}
 
     assert summary["compare_with"] in done.stdout
     assert "units on 2 processes" in done.stdout

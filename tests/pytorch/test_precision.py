@@ -384,6 +384,8 @@ checkpoint = torch.load(sys.argv[1], weights_only=True)
 module = Blocks()
 module.load_state_dict(checkpoint["state_dict"])
 assert type(module.blocks[0][1]) is torch.nn.Linear
+facts = checkpoint.pop("fp8_rocm")
+assert facts["fp8"]["recipe"] == "tensorwise" and "blocks.0.1" in facts["fp8"]["layers"]
 assert not any("fp8" in str(key).lower() or "FP8" in str(value) for key, value in checkpoint.items())
 print(float(module.head.weight.detach().double().sum()))
 """
