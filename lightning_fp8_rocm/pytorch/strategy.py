@@ -444,11 +444,12 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
         path = publish.local_path(self.broadcast(os.fspath(checkpoint_path)))
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         found, notice = self.broadcast(publish.find(path))
+        before: tuple[int, ...] = ()
         with raise_together(f"loading {path}"):
             storage.check_readable(found)
+            before = storage.identity(found)
         if notice is not None:
             rank_zero_warn(notice)
-        before = storage.identity(found)
         self._saver.check_sound(found)
         with raise_together(f"loading {path}"), storage.unchanged(found):  # reading needs no collectives
             if storage.identity(found) != before:
@@ -578,7 +579,7 @@ class FSDP2FP8Strategy(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, the
     def _is_called(self, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """``fit`` or the like begins, before Lightning looks for the checkpoint that ``ckpt_path="last"`` means."""
         self._weights_only = _weights_only_of(function, *args, **kwargs)
-        for callback in trainer.checkpoint_callbacks:
+        for callback in trainer.checkpoint_callbacks if trainer is not None else ():
             folder = getattr(callback, "dirpath", None) or os.path.join(trainer.default_root_dir, "checkpoints")
             if "://" not in str(folder):
                 for recovered in publish.recover(Path(folder)):
