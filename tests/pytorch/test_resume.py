@@ -891,6 +891,6 @@ def test_what_a_killed_run_left_is_named_once_does_not_disturb_a_resume_of_slurm
     (told,) = first["first"]
     assert told.startswith("Earlier runs began checkpoints that they did not complete: ")
     assert all(f"(of {name}, by " in told for name in targets)
-    assert "They are not used, and the next checkpoint that is saved there removes them." in told
+    assert "These are not used, and the next checkpoint that is saved there removes them." in told
     assert first["second"] == second["first"] == second["second"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt", "hpc_ckpt_3.ckpt"]
