@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_fp8_rocm.cli import files
 from lightning_fp8_rocm.distributed.publish import CheckedFile, FileSum, Staging, local_path, write_manifest
-from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, listed, open_checkpoint, unchanged
+from lightning_fp8_rocm.distributed.storage import (
+    OWN_KEY,
+    Contents,
+    Stored,
+    as_stored,
+    listed,
+    open_checkpoint,
+    unchanged,
+)
 from lightning_fp8_rocm.distributed.whole import read_in_turns, tied_names
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, Granularity, check_patterns
 
@@ -164,12 +172,8 @@ def chosen(weights: str, contents: Contents, ties: Mapping[str, str]) -> dict[st
         there = f"It has averages of {', '.join(map(repr, found))}." if found else "It has none of an EMA callback."
         way_out = "Pass one of those names." if found else "Pass `--weights model`."
         raise ValueError(f"`--weights {weights}` fits {len(matching)} averages in this checkpoint. {there} {way_out}")
-    averages = {name: _as_stored(value) for name, value in found[matching[0]].items()}
+    averages = {name: as_stored(value) for name, value in found[matching[0]].items()}
     return {name: averages.get(ties.get(name, name), averages.get(name, stored)) for name, stored in model.items()}
-
-
-def _as_stored(value: Any) -> Stored:
-    return value if isinstance(value, Stored) else Stored(value.shape, value.dtype, value)
 
 
 def _full_name(prefix: str, name: str) -> str:
@@ -316,7 +320,7 @@ class _Plan(NamedTuple):
 
     @property
     def bytes_to_read(self) -> int:
-        return sum(each.shape.numel() * each.dtype.itemsize for each in self.tensors.values())
+        return sum(each.nbytes for each in self.tensors.values())
 
     def dtype(self, name: str) -> torch.dtype:
         stored = self.tensors[name].dtype

@@ -106,16 +106,13 @@ def output(path: str, *, beside: Path, overwrite: bool) -> Iterator[publish.Stag
         raise
 
 
-def make_in(
-    folder: Path, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
-) -> Callable[[Stored], Tensor]:
+def make_in(folder: Path) -> Callable[[Stored], Tensor]:
     """Makes tensors in files of ``folder``, so that memory holds no more of a model than the system wants to cache.
 
     Args:
         folder: On a disk with room for them.
-        dtype_of: What a stored dtype becomes.
     """
-    return lambda stored: tensor_in(folder, stored.shape, dtype_of(stored.dtype))
+    return lambda stored: tensor_in(folder, stored.shape, stored.dtype)
 
 
 def tensor_in(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fp8_rocm.cli import files
 from lightning_fp8_rocm.distributed.publish import MANIFEST_NAME
-from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, open_checkpoint, read_metadata
+from lightning_fp8_rocm.distributed.storage import OWN_KEY, Contents, Stored, as_stored, open_checkpoint, read_metadata
 
 _UNBOUNDED = 10_000  # columns, where nobody sees where the line ends
 _WORTH_A_LINE = 1000  # bytes: averages of weights are, the best score of ModelCheckpoint is not
@@ -62,7 +62,7 @@ def _table(model: Mapping[str, Any]) -> Table:
     table.columns[3].justify = "right"
     for name, value in model.items():
         if isinstance(value, Stored):
-            table.add_row(name, _shape(value), _dtype(value), files.human(_bytes(value)))
+            table.add_row(name, _shape(value), _dtype(value), files.human(value.nbytes))
         else:
             table.add_row(name, "", type(value).__name__, "")
     return table
@@ -74,11 +74,11 @@ def _facts(path: Path, contents: Contents) -> dict[str, str]:
     elements = sum(each.shape.numel() for each in model)
     facts = {
         "form": f"directory of shards, of {_ranks(path)} rank(s)" if path.is_dir() else "one file",
-        "model": f"{len(model)} tensors, {elements:,} elements, {files.human(sum(map(_bytes, model)))}",
+        "model": f"{len(model)} tensors, {elements:,} elements, {files.human(sum(each.nbytes for each in model))}",
     }
-    sizes = [sum(map(_bytes, _stored([state]))) for state in contents.optimizers]
+    sizes = [sum(each.nbytes for each in _stored([state])) for state in contents.optimizers]
     facts["optimizers"] = ", ".join(map(files.human, sizes)) or "none"
-    callbacks = {key: sum(map(_bytes, _stored([state]))) for key, state in rest.get("callbacks", {}).items()}
+    callbacks = {key: sum(each.nbytes for each in _stored([state])) for key, state in rest.get("callbacks", {}).items()}
     facts |= {f"callback {key}": files.human(size) for key, size in callbacks.items() if size >= _WORTH_A_LINE}
     for key in ("epoch", "global_step"):
         if key in rest:
@@ -103,18 +103,12 @@ def _ranks(path: Path) -> int:
 def _stored(values: Iterable[Any]) -> Iterator[Stored]:
     """All tensors inside of nested containers."""
     for value in values:
-        if isinstance(value, Stored):
-            yield value
-        elif isinstance(value, Tensor):
-            yield Stored(value.shape, value.dtype, value)
+        if isinstance(value, Stored | Tensor):
+            yield as_stored(value)
         elif isinstance(value, dict):
             yield from _stored(value.values())
         elif isinstance(value, list | tuple):
             yield from _stored(value)
-
-
-def _bytes(stored: Stored) -> int:
-    return stored.shape.numel() * stored.dtype.itemsize
 
 
 def _shape(stored: Stored) -> str:

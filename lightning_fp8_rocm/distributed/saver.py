@@ -186,7 +186,7 @@ class Saver:
             if own is not None:
                 rest = {**rest, storage.OWN_KEY: {**rest.get(storage.OWN_KEY, {}), "ranks": _gather(own, group)}}
             if full:
-                _on_first(lambda: storage.write_full(_path_of(staging), {**state, **rest}), "writing", group)
+                _on_first(lambda: storage.write_full(_of(staging).path, {**state, **rest}), "writing", group)
             else:
                 folder = exchange("" if staging is None else str(staging.path), group)[0]
                 storage.write_sharded(Path(folder), state, rest, group)
@@ -237,10 +237,6 @@ def _raise_limit_of_open_files() -> None:
 def _of(staging: publish.Staging | None) -> publish.Staging:
     assert staging is not None  # of rank 0, which alone comes here
     return staging
-
-
-def _path_of(staging: publish.Staging | None) -> Path:
-    return _of(staging).path
 
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:

@@ -102,6 +102,11 @@ class Stored(NamedTuple):
     source: str | Tensor
     """Its key in the directory; or the tensor itself, mapped from the file."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
 
 class ReplacedError(RuntimeError):
     """Another process saved under the name of a checkpoint while this one read it."""
@@ -110,11 +115,11 @@ class ReplacedError(RuntimeError):
 def identity(path: Path) -> tuple[int, ...]:
     """What tells a checkpoint from another one under the same name, on this host and on another.
 
-    Of a directory the crc32 of its lists of files; of a file its size and the crc32 of its end, where the list is.
+    Of a directory the crc32 of its list of files; of a file its size and the crc32 of its end, where the list is.
     """
     if path.is_dir():
-        lists = (path / MANIFEST_NAME, path / DCP_METADATA_NAME)
-        return tuple(zlib.crc32(each.read_bytes()) for each in lists if each.is_file())
+        manifest = path / MANIFEST_NAME  # small, and has the crc32 of the other one
+        return (zlib.crc32((manifest if manifest.is_file() else path / DCP_METADATA_NAME).read_bytes()),)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - (1 << 16)))
@@ -402,13 +407,14 @@ def _open_full(path: Path, weights_only: bool | None) -> Contents:
         )
     model, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
     return Contents(
-        {plain_name(key): map_leaves(value, _stored) for key, value in model.items()},
-        map_leaves(optimizers, _stored),
-        map_leaves(checkpoint, _stored),
+        {plain_name(key): map_leaves(value, as_stored) for key, value in model.items()},
+        map_leaves(optimizers, as_stored),
+        map_leaves(checkpoint, as_stored),
     )
 
 
-def _stored(leaf: Any) -> Any:
+def as_stored(leaf: Any) -> Any:
+    """A tensor in memory, or mapped from a file, as a :class:`Stored`; anything else as it is."""
     return Stored(leaf.shape, leaf.dtype, leaf) if isinstance(leaf, Tensor) else leaf
 
 

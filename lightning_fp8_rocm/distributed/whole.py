@@ -126,20 +126,16 @@ def read_in_turns(
     found: Metadata | None = None,
 ) -> None:
     """As :func:`storage.read`; calls ``after`` with the bytes read since the last call."""
-    limit = max(_TURN, sum(_size(stored) for stored, _ in wanted) // _TURNS)
+    limit = max(_TURN, sum(stored.nbytes for stored, _ in wanted) // _TURNS)
     turn: list[tuple[Stored, Tensor]] = []
     size = 0
     for number, each in enumerate(wanted, 1):
         turn.append(each)
-        size += _size(each[0])
+        size += each[0].nbytes
         if size >= limit or number == len(wanted):
             read(path, turn, found)
             after(size)
             turn, size = [], 0
-
-
-def _size(stored: Stored) -> int:
-    return stored.shape.numel() * stored.dtype.itemsize
 
 
 def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
