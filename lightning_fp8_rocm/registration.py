@@ -1,17 +1,24 @@
 """Teaches Lightning the names ``"fp8-rocm"`` and ``"fsdp2_fp8"``: the one place that changes its private parts.
 
 Lightning has a registry for strategies, where ours is entered, and none for precisions: its connectors compare the
-string with a ``Literal``. What we touch for that, in each flavour of Lightning, and why:
+string with a ``Literal``. What we touch for that, and why, in ``lightning`` and alike in the packages
+``pytorch_lightning`` and ``lightning_fabric``:
 
 ===================================================================== ================================================
 ``_AcceleratorConnector._check_config_and_set_final_flags`` (Trainer) Runs before every check of ``precision``: here the
-``_Connector._check_config_and_set_final_flags`` (Fabric)             string becomes the documented ``plugins=[...]``.
+``_Connector._check_config_and_set_final_flags`` (Fabric)             string becomes the documented ``plugins=[...]``,
+                                                                      ours of another Lightning are refused by name,
+                                                                      and Fabric's FP8Precision gets to know the
+                                                                      connector, which will know the device.
 ``Trainer.__init__.__annotations__["precision"]``                     What jsonargparse checks in LightningCLI, and what
 ``Fabric.__init__.__annotations__["precision"]``                      ``--help`` lists.
 ``fabric.plugins.precision.precision._PRECISION_INPUT_STR``           What ``fabric run --precision`` offers.
 ``fabric.connector._PRECISION_INPUT_STR``                             What the error for a mistyped name lists.
 ``pytorch.core.saving.pl_load``                                       ``load_from_checkpoint`` of a sharded checkpoint,
                                                                       a directory, where Lightning opens a file.
+``pytorch.trainer.trainer._maybe_unwrap_optimized``                   A LightningModule of ``pytorch_lightning`` is none
+                                                                      of ``lightning``, nor the other way round, and
+                                                                      the error does not say why.
 ===================================================================== ================================================
 
 Where one of them is missing or has another shape, :class:`UnsupportedLightningError` says which versions are supported.
@@ -53,39 +60,73 @@ class _Entry:
     connector: tuple[str, str]
     literals: tuple[tuple[str, str], ...]
     precision: str  # the module with the class Precision
-    plugin: str  # our module with the class FP8Precision
+    strategies: str  # the module with the class Strategy, and with
+    registry: str  # where strategies are entered by name
+    room: str  # our package with the classes FP8Precision and FSDP2FP8Strategy
     distribution: str
-    registry: tuple[str, str] | None  # where strategies are entered by name
-    strategy: str = ""  # our module with the class FSDP2FP8Strategy
     reader: tuple[str, str] | None = None  # what reads the file for `load_from_checkpoint`
 
+    @property
+    def package(self) -> str:
+        """What the user imports: ``lightning.pytorch``."""
+        return self.strategies.removesuffix(".strategies")
 
-_LITERALS = (
-    ("lightning.fabric.plugins.precision.precision", "_PRECISION_INPUT_STR"),
-    ("lightning.fabric.connector", "_PRECISION_INPUT_STR"),
-)
-_ENTRIES = (
-    _Entry(
-        trigger="lightning.pytorch.trainer.trainer",
+    @property
+    def place(self) -> str:
+        """``lightning.pytorch.Trainer``."""
+        return f"{self.package}.{self.owner}"
+
+    def is_module(self, given: object) -> bool:
+        """Whether an object is a LightningModule of this Lightning."""
+        mro = type(given).__mro__
+        return any(cls.__name__ == "LightningModule" and cls.__module__.startswith(f"{self.package}.") for cls in mro)
+
+    def ours(self, module: str) -> Any:
+        """Our module for this entry point."""
+        return import_module(f"{__package__}.{self.room}.{module}")
+
+
+def _entries(
+    pytorch: str, fabric: str, distributions: tuple[str, str], rooms: tuple[str, str]
+) -> tuple[_Entry, _Entry]:
+    """Trainer and Fabric of ``lightning``, or of the packages that have the same modules under another name."""
+    literals = (
+        (f"{fabric}.plugins.precision.precision", "_PRECISION_INPUT_STR"),
+        (f"{fabric}.connector", "_PRECISION_INPUT_STR"),
+    )
+    trainer = _Entry(
+        trigger=f"{pytorch}.trainer.trainer",
         owner="Trainer",
-        connector=("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
-        literals=_LITERALS,
-        precision="lightning.pytorch.plugins.precision",
-        plugin="lightning_fp8_rocm.pytorch.precision",
-        distribution="lightning",
-        registry=("lightning.pytorch.strategies", "StrategyRegistry"),
-        strategy="lightning_fp8_rocm.pytorch.strategy",
-        reader=("lightning.pytorch.core.saving", "pl_load"),
-    ),
-    _Entry(
-        trigger="lightning.fabric.fabric",
+        connector=(f"{pytorch}.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+        literals=literals,
+        precision=f"{pytorch}.plugins.precision",
+        strategies=f"{pytorch}.strategies",
+        registry="StrategyRegistry",
+        room=rooms[0],
+        distribution=distributions[0],
+        reader=(f"{pytorch}.core.saving", "pl_load"),
+    )
+    of_fabric = _Entry(
+        trigger=f"{fabric}.fabric",
         owner="Fabric",
-        connector=("lightning.fabric.connector", "_Connector"),
-        literals=_LITERALS,
-        precision="lightning.fabric.plugins.precision",
-        plugin="lightning_fp8_rocm.fabric.precision",
-        distribution="lightning",
-        registry=None,
+        connector=(f"{fabric}.connector", "_Connector"),
+        literals=literals,
+        precision=f"{fabric}.plugins.precision",
+        strategies=f"{fabric}.strategies",
+        registry="STRATEGY_REGISTRY",
+        room=rooms[1],
+        distribution=distributions[1],
+    )
+    return trainer, of_fabric
+
+
+_ENTRIES = (
+    *_entries("lightning.pytorch", "lightning.fabric", ("lightning", "lightning"), ("pytorch", "fabric")),
+    *_entries(
+        "pytorch_lightning",
+        "lightning_fabric",
+        ("pytorch-lightning", "lightning-fabric"),
+        ("pytorch_lightning", "lightning_fabric"),
     ),
 )
 
@@ -106,10 +147,11 @@ def _teach(entry: _Entry) -> None:
         _accept_in_annotation(getattr(import_module(entry.trigger), entry.owner))
         for module, name in entry.literals:
             _accept_in_literal(import_module(module), name)
-        if entry.registry is not None:
-            _enter_strategy(getattr(import_module(entry.registry[0]), entry.registry[1]), entry)
+        _enter_strategy(getattr(import_module(entry.strategies), entry.registry), entry)
         if entry.reader is not None:
             _read_directories(import_module(entry.reader[0]), entry.reader[1])
+        if entry.owner == "Trainer":
+            _name_other_modules(import_module(entry.trigger), entry)
     except (AttributeError, KeyError, ImportError) as missing:
         raise UnsupportedLightningError(
             f"lightning_fp8_rocm cannot teach {entry.distribution} {installed(entry.distribution)} the precision"
@@ -131,9 +173,11 @@ def _route_precision(connector: type, entry: _Entry) -> None:
     @wraps(original)
     def routed(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("plugins")
+        plugins = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+        for each in (*plugins, bound.arguments.get("strategy")):
+            _check_flavour(each, entry)
         if bound.arguments.get("precision") == PRECISION:
-            given = bound.arguments.get("plugins")
-            plugins = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
             for other in plugins:
                 if isinstance(other, import_module(entry.precision).Precision):
                     raise ValueError(
@@ -141,11 +185,61 @@ def _route_precision(connector: type, entry: _Entry) -> None:
                         f" `plugins=[{type(other).__name__}(...)]`. Choose one: drop the plugin, or drop `precision`"
                         " and pass `plugins=[FP8Precision(...)]` to set the arguments of FP8."
                     )
-            bound.arguments.update(precision=None, plugins=[*plugins, import_module(entry.plugin).FP8Precision()])
+            plugins.append(entry.ours("precision").FP8Precision())
+            bound.arguments.update(precision=None, plugins=plugins)
+        if entry.owner == "Fabric":
+            # Fabric does not tell its precision where a module will run; the connector will know.
+            for each in plugins:
+                if _room_of(each) == entry.room:
+                    each.connector = next(iter(bound.arguments.values()))
         original(*bound.args, **bound.kwargs)
 
     setattr(routed, _MARK, True)
     connector._check_config_and_set_final_flags = routed  # type: ignore[attr-defined]
+
+
+def _room_of(given: object) -> str | None:
+    """Which of our packages of classes an object comes from, also by a subclass of the user's."""
+    rooms = {entry.room for entry in _ENTRIES}
+    modules = [cls.__module__.split(".") for cls in type(given).__mro__]
+    return next((path[1] for path in modules if path[0] == __package__ and path[1] in rooms), None)
+
+
+def _check_flavour(given: object, entry: _Entry) -> None:
+    """Refuse our plugin or strategy of another Lightning, of which Lightning would only say that it is none."""
+    room = _room_of(given)
+    if room is not None and room != entry.room:
+        theirs = next(each for each in _ENTRIES if each.room == room)
+        name = type(given).__name__
+        raise TypeError(
+            f"This {name} is of `{__package__}.{room}`, for `{theirs.place}`, but was passed to `{entry.place}`. Take"
+            f" the one of `{__package__}.{entry.room}`."
+        )
+
+
+def _name_other_modules(module: ModuleType, entry: _Entry) -> None:
+    """Say of a LightningModule of another Lightning that it is one, where Lightning says that it is none."""
+    original: Callable[[object], Any] = module._maybe_unwrap_optimized
+    if hasattr(original, _MARK):
+        return
+
+    @wraps(original)
+    def unwrapped(model: object) -> Any:
+        try:
+            return original(model)
+        except TypeError as error:
+            theirs = next((each for each in _ENTRIES if each != entry and each.is_module(model)), None)
+            if theirs is None:
+                raise
+            ours, other = entry.package, theirs.package
+            raise TypeError(
+                f"{type(model).__name__} is a LightningModule of `{other}`, but was passed to a Trainer of `{ours}`,"
+                f" which are two packages with classes of their own. Import both from one: `import {ours} as pl`, or"
+                f" `import {other} as pl`."
+            ) from error
+
+    setattr(unwrapped, _MARK, True)
+    module._maybe_unwrap_optimized = unwrapped  # type: ignore[attr-defined]
 
 
 def _accept_in_annotation(owner: type) -> None:
@@ -170,7 +264,7 @@ def _enter_strategy(registry: Any, entry: _Entry) -> None:
     """Enter ``"fsdp2_fp8"``; asking the registry for it is what imports the class."""
 
     def make(**arguments: Any) -> Any:
-        return import_module(entry.strategy).FSDP2FP8Strategy(**arguments)
+        return entry.ours("strategy").FSDP2FP8Strategy(**arguments)
 
     registry.register(STRATEGY, make, description="FSDP2 with FP8 weight all-gather", override=True)
 

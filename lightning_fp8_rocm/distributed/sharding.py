@@ -229,6 +229,8 @@ class ShardingPlan:
         reduce_dtype: Of gradients while they are reduced.
         reshard_after_forward: Whether a unit frees its gathered parameters after forward; None for torch's choice.
         cpu_offload: Whether shards, gradients and optimizer states are kept in the host's memory.
+        casts_root: Whether the root computes in ``param_dtype``, too. One whose steps are called does not: they get
+            batches as they were made.
     """
 
     mesh: DeviceMesh
@@ -237,6 +239,7 @@ class ShardingPlan:
     reduce_dtype: torch.dtype
     reshard_after_forward: bool | None = None
     cpu_offload: bool = False
+    casts_root: bool = False
 
     def arguments(self, module: nn.Module, *, casts: bool, casts_inputs: bool = True) -> dict[str, Any]:
         """What ``fully_shard`` gets for one module.
@@ -260,14 +263,14 @@ class ShardingPlan:
         }
 
 
-def _keeping_dtype(root: nn.Module) -> set[nn.Module]:
-    """What computes as it was written: the root, whose steps get batches as they were made, and metrics."""
+def _keeping_dtype(root: nn.Module, plan: ShardingPlan) -> set[nn.Module]:
+    """What computes as it was written: metrics, and a root that the plan says it of."""
     metrics = [
         module
         for module in root.modules()
         if any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
     ]
-    return {root} | {below for metric in metrics for below in metric.modules()}
+    return {below for metric in metrics for below in metric.modules()} | (set() if plan.casts_root else {root})
 
 
 def check_sharded_before(units: Sequence[Unit], plan: ShardingPlan) -> None:
@@ -276,7 +279,7 @@ def check_sharded_before(units: Sequence[Unit], plan: ShardingPlan) -> None:
     Raises:
         ValueError: Naming both.
     """
-    exempt = _keeping_dtype(units[-1].module)
+    exempt = _keeping_dtype(units[-1].module, plan)
     for unit in units:
         if not isinstance(unit.module, FSDPModule) or isinstance(unit.module, _NormBase) or unit.module in exempt:
             continue
@@ -311,7 +314,7 @@ def shard(units: Sequence[Unit], plan: ShardingPlan) -> None:
     root = units[-1].module
     fsdp.reshard(root)
     moved: dict[int, tuple[Tensor, Tensor]] = {}
-    as_written = _keeping_dtype(root)
+    as_written = _keeping_dtype(root, plan)
     for unit in units:
         own = list(_of_unit(unit.module))
         materialise(own, root, plan.device)

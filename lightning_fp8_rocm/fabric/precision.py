@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_fp8_rocm.plugins import FP8PrecisionMixin
+from lightning_fp8_rocm.plugins.precision import FP8PrecisionMixin
 
 
 class FP8Precision(FP8PrecisionMixin, Precision):  # noqa: D101, the mixin's

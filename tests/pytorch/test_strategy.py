@@ -1163,7 +1163,7 @@ def test_pruning_is_refused_by_name() -> None:
 def test_variables_of_pretended_amd_hardware_are_set_where_they_are_not_and_told_once(
     arch: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from lightning_fp8_rocm.plugins import set_environment
+    from lightning_fp8_rocm.plugins.strategy import set_environment
 
     gpu = hardware.Hardware("AMD Instinct MI", arch, "ocp", source="test")
     wanted = gpu.environment()
@@ -1197,7 +1197,9 @@ def test_variables_of_pretended_amd_hardware_are_set_where_they_are_not_and_told
 def test_on_a_pretended_gpu_the_variables_are_set_before_the_process_group_which_is_that_of_gpus(
     arguments: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_fp8_rocm.pytorch import strategy as module
+    from lightning.fabric.utilities import distributed
+
+    from lightning_fp8_rocm.plugins import strategy as module
 
     class Stop(Exception):
         pass
@@ -1216,7 +1218,7 @@ def test_on_a_pretended_gpu_the_variables_are_set_before_the_process_group_which
     monkeypatch.setattr(run.accelerator, "setup_device", lambda device: None)
     monkeypatch.setattr(module.hardware, "of_device", lambda device: f"hardware of {device}")
     monkeypatch.setattr(module, "set_environment", calls.append)
-    monkeypatch.setattr(module, "_init_dist_connection", start)
+    monkeypatch.setattr(distributed, "_init_dist_connection", start)
     with pytest.raises(Stop):
         strategy.setup_environment()
     assert calls == ["hardware of cuda:0", (backend, arguments.get("timeout", timedelta(minutes=30)), gpu)]

@@ -1,0 +1,11 @@
+"""``pytorch_lightning.Trainer(precision="fp8-rocm")``."""
+
+from pytorch_lightning.plugins.precision import Precision
+
+from lightning_fp8_rocm.plugins.flavour import STANDALONE
+from lightning_fp8_rocm.plugins.trainer import TrainerPrecisionMixin
+
+
+class FP8Precision(TrainerPrecisionMixin, Precision):  # noqa: D101, the mixin's
+    __doc__ = TrainerPrecisionMixin.__doc__
+    _flavour = STANDALONE
