@@ -149,7 +149,7 @@ def _teach(entry: _Entry) -> None:
             _accept_in_literal(import_module(module), name)
         _enter_strategy(getattr(import_module(entry.strategies), entry.registry), entry)
         if entry.reader is not None:
-            _read_directories(import_module(entry.reader[0]), entry.reader[1])
+            _read_directories(import_module(entry.reader[0]), entry.reader[1], entry)
         if entry.owner == "Trainer":
             _name_other_modules(import_module(entry.trigger), entry)
     except (AttributeError, KeyError, ImportError) as missing:
@@ -269,18 +269,21 @@ def _enter_strategy(registry: Any, entry: _Entry) -> None:
     registry.register(STRATEGY, make, description="FSDP2 with FP8 weight all-gather", override=True)
 
 
-def _read_directories(module: ModuleType, name: str) -> None:
-    """Let ``load_from_checkpoint`` take a sharded checkpoint, too."""
+def _read_directories(module: ModuleType, name: str, entry: _Entry) -> None:
+    """Let ``load_from_checkpoint`` take a sharded checkpoint, too, and what Fabric has saved in either form."""
     original: Callable[..., Any] = getattr(module, name)
     if hasattr(original, _MARK):
         return
 
     @wraps(original)
     def reads(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if isinstance(path_or_url, str | PathLike) and _is_directory(fspath(path_or_url)):
-            whole = import_module("lightning_fp8_rocm.distributed.whole")
-            return whole.load(path_or_url, map_location=map_location, weights_only=weights_only)
-        return original(path_or_url, map_location=map_location, weights_only=weights_only)
+        how = {"map_location": map_location, "weights_only": weights_only}
+        if not isinstance(path_or_url, str | PathLike) or not _is_directory(fspath(path_or_url)):
+            checkpoint = original(path_or_url, **how)
+            if not isinstance(checkpoint, dict) or "fp8_rocm" not in checkpoint or "state_dict" in checkpoint:
+                return checkpoint
+        whole = import_module("lightning_fp8_rocm.distributed.whole")
+        return whole.load(path_or_url, version=import_module(entry.package).__version__, **how)
 
     setattr(reads, _MARK, True)
     setattr(module, name, reads)

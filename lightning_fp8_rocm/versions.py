@@ -1,6 +1,9 @@
-"""Which versions of torch, torchao and Lightning this package supports: what its own metadata says."""
+"""Which versions of torch, torchao and Lightning this package supports: what its own metadata says.
 
-from importlib.metadata import PackageNotFoundError, requires, version
+Nothing is imported at the top: `importlib.metadata` and `packaging` take longer to import than all that this package
+else imports at first, and that may be at every start of Python.
+"""
+
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,22 +11,31 @@ if TYPE_CHECKING:
 
 
 def supported(distribution: str) -> "Requirement":
-    """The range of one dependency.
+    """The range of one dependency, of those that come with an extra, too: each Lightning is in the one of its name.
 
     >>> supported("lightning").specifier.contains("2.6.3"), supported("torch").specifier.contains("2.13.0+rocm7.1")
     (False, True)
-    """
-    from packaging.requirements import Requirement  # not at the top: importing us would take a third longer
+    >>> str(supported("pytorch-lightning"))
+    'pytorch-lightning!=2.6.2,!=2.6.3,<2.7,>=2.6.1'
 
-    for line in requires("lightning-fp8-rocm") or []:
-        requirement = Requirement(line)
-        if requirement.name == distribution and requirement.marker is None:
+    Raises:
+        LookupError: If it is no dependency.
+    """
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requires("lightning-fp8-rocm") or []):
+        if requirement.name == distribution:
+            requirement.marker = None  # the message is to be pasted into a shell
             return requirement
     raise LookupError(f"lightning_fp8_rocm does not depend on {distribution!r}.")
 
 
 def installed(distribution: str) -> str | None:
     """The installed version; None where it has no metadata."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -2,6 +2,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "pytorch")]
+sys.path[:0] = [str(HERE), str(HERE / "pytorch"), str(HERE / "fabric")]
 
 from ranks import ranks  # noqa: E402, F401, the fixture for every test

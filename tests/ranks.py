@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-MODULE_PATHS = (HERE, HERE / "pytorch")  # where `ranks`, `models` are importable from
+MODULE_PATHS = (HERE, HERE / "pytorch", HERE / "fabric")  # where `ranks`, `models`, `loops` are importable from
 
 
 class RanksFailedError(AssertionError):

@@ -314,6 +314,72 @@ def test_a_module_loads_from_a_sharded_checkpoint(tmp_path):
         BoringModel.load_from_checkpoint(tmp_path)
 
 
+@on_ranks
+def sync_after_a_span_of_fabric() -> bool:
+    from lightning.fabric.strategies.model_parallel import _FSDPNoSync
+
+    model = sharded(layers(4, 3, 4))
+    with _FSDPNoSync(model, enabled=False):
+        pass
+    model(torch.ones(1, 4)).sum().backward()
+    return model[0].weight.grad is not None
+
+
+@fault("Fabric leaves gradients unreduced")
+def test_gradients_are_reduced_after_a_span_that_was_not_enabled(facts):
+    assert facts(sync_after_a_span_of_fabric) == [True, True]
+
+
+@fault("Fabric does not tell a precision its device")
+def test_a_precision_of_fabric_knows_the_device_when_it_converts():
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import Precision
+
+    class Asks(Precision):
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            known.update(vars(self))
+            return module
+
+    known: dict[str, Any] = {}
+    Fabric(accelerator="cpu", devices=1, plugins=Asks()).setup(nn.Linear(2, 2))
+    assert known
+
+
+@fault("a LightningModule of the other name is said to be none")
+def test_a_module_of_the_other_name_is_called_that():
+    from inspect import unwrap
+
+    import pytorch_lightning
+    from lightning.pytorch.trainer import trainer
+
+    class OfAUser(pytorch_lightning.LightningModule):
+        pass
+
+    with pytest.raises(TypeError) as error:
+        unwrap(trainer._maybe_unwrap_optimized)(OfAUser())  # Lightning's own, which ours stands in front of
+    assert "pytorch_lightning" in str(error.value)
+
+
+@fault("the names that `fabric run` takes are fixed when it starts")
+def test_fabric_run_takes_a_strategy_of_a_third_party(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lightning.fabric import Fabric\n"
+        "from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy\n"
+        "STRATEGY_REGISTRY.register('of_a_third_party', DDPStrategy)\n"
+        "Fabric(devices=1, accelerator='cpu')\n"
+    )
+    command = [sys.executable, "-c", "from lightning.fabric.cli import _main; _main()", "run"]
+    done = subprocess.run(
+        [*command, "--accelerator=cpu", "--strategy=of_a_third_party", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Invalid value for '--strategy'" not in done.stderr
+    done.check_returncode()  # an error of another kind is no reproduction
+
+
 @fault("a checkpoint holds no random numbers")
 def test_a_resumed_run_draws_the_same_random_numbers(tmp_path):
     from lightning.pytorch.demos.boring_classes import BoringModel

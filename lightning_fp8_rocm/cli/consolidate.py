@@ -1,19 +1,20 @@
 """``checkpoint consolidate``."""
 
 from lightning_fp8_rocm.cli import files
-from lightning_fp8_rocm.distributed.storage import unchanged, write_full
-from lightning_fp8_rocm.distributed.whole import whole_checkpoint
+from lightning_fp8_rocm.distributed.storage import open_checkpoint, unchanged, write_full
+from lightning_fp8_rocm.distributed.whole import assembled
 
 
 def consolidate(src: str, dst: str, verify: bool = True, weights_only: bool = True, overwrite: bool = False) -> None:
     """Make one file of a directory of shards.
 
-    Lightning resumes from it on one device, and so does `LightningModule.load_from_checkpoint`, with neither this
-    package nor torchao installed. On the disk of DST it takes twice the size for a while, and of memory little more
-    than the largest tensor.
+    A Trainer on one device resumes from it, and `LightningModule.load_from_checkpoint` reads it, with neither this
+    package nor torchao installed. Of a directory that Fabric saved it is the file that `fabric.load` reads on one
+    device. On the disk of DST it takes twice the size for a while, and of memory little more than the largest tensor.
 
     Args:
-        src: The checkpoint: a directory of `strategy="fsdp2_fp8"` or of Lightning's ModelParallelStrategy.
+        src: The checkpoint: a directory of `strategy="fsdp2_fp8"` or of Lightning's ModelParallelStrategy, saved by a
+            Trainer or by Fabric.
         dst: The file to write, by custom `NAME.ckpt`.
         verify: Whether to compare SRC with its checksums first.
         weights_only: Whether to refuse what is more than tensors and plain values. `false` runs any code that SRC
@@ -30,12 +31,10 @@ def consolidate(src: str, dst: str, verify: bool = True, weights_only: bool = Tr
         if verify:
             files.check_sound(found)
         with files.progress(f"reading {found.name}", files.size_of(found)) as advance:
-            checkpoint = whole_checkpoint(
-                found, weights_only=weights_only, make=files.make_in(staging.folder), after=advance
-            )
-        write_full(staging.path, checkpoint)
-    tensors, optimizers = len(checkpoint["state_dict"]), len(checkpoint.get("optimizer_states", []))
+            contents = open_checkpoint(found, weights_only=weights_only)
+            write_full(staging.path, assembled(contents, files.make_in(staging.folder), advance))
+    models = "the model" if len(contents.models) == 1 else f"{len(contents.models)} models"
     files.say(
-        f"{dst}: {files.human(files.size_of(staging.target))}, {tensors} tensors of the model, the states of"
-        f" {optimizers} optimizers"
+        f"{dst}: {files.human(files.size_of(staging.target))}, {sum(map(len, contents.models.values()))} tensors of"
+        f" {models}, the states of {len(contents.optimizers)} optimizers"
     )

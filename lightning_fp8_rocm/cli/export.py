@@ -81,11 +81,11 @@ def export(
     bf16. On the disk of DST it takes twice the size for a while, and of memory little more than the largest tensor.
 
     Args:
-        src: The checkpoint: a directory of shards, or a file.
+        src: The checkpoint of a Trainer, or of Fabric with one model: a directory of shards, or a file.
         dst: The directory to write.
         dtype: The dtype of the weights that are written.
         prefix: The attribute of the LightningModule that is the Hugging Face model. Other tensors are left out. An
-            empty one takes all.
+            empty one (`--prefix ""`) takes all, as where Fabric was given the Hugging Face model itself.
         config: A directory with the `config.json` of the model; its tokenizer is copied along. By default only weights
             are written.
         weights: `model`: those that were trained. `ema`: the averages of the EMA callback. Of several callbacks: the
@@ -111,7 +111,7 @@ def export(
         if verify:
             files.check_sound(found)
         contents = open_checkpoint(found, weights_only=weights_only)
-        ties = tied_names(found, contents, files.make_in(staging.folder))
+        ties = tied_names(contents, contents.model_key, files.make_in(staging.folder))
         everything = chosen(weights, contents, ties)
         if settings is not None and settings.get("tie_word_embeddings") is False:
             ties = {}  # `from_pretrained` then wants each of them
@@ -195,7 +195,7 @@ def under(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         first = listed({name.split(".")[0] for name in tensors})
         raise ValueError(
             f"No tensor has a name that begins with {start!r}. Names begin with: {first}. Pass the attribute of the"
-            " LightningModule that is the Hugging Face model as `--prefix`."
+            " module that is the Hugging Face model as `--prefix`, or an empty one if the module itself is."
         )
     return found
 

@@ -8,12 +8,12 @@ collective: each rank reads its own part of the files, so what one rank cannot r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,14 @@ from lightning_fp8_rocm.distributed import fsdp
 from lightning_fp8_rocm.distributed.storage import (
     Contents,
     Stored,
+    is_optimizer_state,
     listed,
     map_leaves,
     open_checkpoint,
     plain_name,
     read,
 )
+from lightning_fp8_rocm.distributed.whole import numbered
 
 _RECOMPUTED = "_checkpoint_wrapped_module"  # torch's activation checkpointing; its hooks know the names without
 _SHOWN = 10
@@ -40,18 +42,73 @@ _SHOWN = 10
 # Names
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """The name under which a parameter comes first, for each of its names; a tied weight has several."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        plain_name(key): first.setdefault(parameter, plain_name(key))
-        for key, parameter in model.named_parameters(remove_duplicate=False)
-    }
+class Naming(NamedTuple):
+    """What the parameters of an optimizer are called in a checkpoint."""
+
+    names: list[str]
+    """Of each, in the order in which ``optimizer.state_dict()`` numbers them."""
+    aliases: dict[str, str]
+    """For each name of any parameter of the models, the one under which it comes first; a tied weight has several."""
+
+
+def namings(optimizer: Optimizer, models: Mapping[str, nn.Module]) -> list[Naming]:
+    """What the parameters of ``optimizer`` may be called, the way of saving them first.
+
+    By name in a model that has all of them; by ``KEY.NAME`` if they are spread over several.
+
+    Args:
+        optimizer: Over parameters of ``models``.
+        models: By key.
+
+    Returns:
+        Empty if a parameter is of no model.
+    """
+    ways = [_naming(optimizer, {"": model}) for model in models.values()]
+    if len(models) > 1:
+        ways.append(_naming(optimizer, {f"{key}.": model for key, model in models.items()}))
+    return [way for way in ways if way is not None]
+
+
+def _naming(optimizer: Optimizer, models: Mapping[str, nn.Module]) -> Naming | None:
+    """By names in ``models``, each after the prefix of its model; None if a parameter is in none of them."""
+    first: dict[Tensor, str] = {}
+    aliases = {name: first.setdefault(parameter, name) for name, parameter in _named_parameters(models)}
+    parameters = _parameters_of(optimizer)
+    return Naming([first[each] for each in parameters], aliases) if first.keys() >= set(parameters) else None
+
+
+def _naming_in(model: nn.Module, optimizer: Optimizer) -> Naming:
+    found = namings(optimizer, {"": model})
+    if found:
+        return found[0]
+    strangers = shapes_of_strangers(optimizer, {"": model})
+    raise ValueError(
+        f"{len(strangers)} parameters of {type(optimizer).__name__} are not parameters of {type(model).__name__}"
+        f" (shapes {strangers[:_SHOWN]}). Make the optimizer after the model is sharded, of `model.parameters()`."
+    )
+
+
+def shapes_of_strangers(optimizer: Optimizer, models: Mapping[str, nn.Module]) -> list[tuple[int, ...]]:
+    """The shapes of those parameters of ``optimizer`` that are of none of ``models``."""
+    known = {parameter for _, parameter in _named_parameters(models)}
+    return [tuple(each.shape) for each in _parameters_of(optimizer) if each not in known]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """For each further name of a tied weight, the name under which it comes first."""
     return {name: first for name, first in _first_names(model).items() if name != first}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The name under which a parameter comes first, for each of its names; a tied weight has several."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(parameter, name) for name, parameter in _named_parameters({"": model})}
+
+
+def _named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, model in models.items():
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            yield prefix + plain_name(key), parameter
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -146,21 +203,36 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, *, full: bool, copy:
             and says so nowhere.
     """
     fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
+    state = named_optimizer_state(optimizer, _naming_in(model, optimizer).names, full=full, copy=copy)
+    return numbered(state) if full and state else state
+
+
+@torch.no_grad()
+def named_optimizer_state(
+    optimizer: Optimizer, names: Sequence[str], *, full: bool, copy: bool = False
+) -> dict[str, Any]:
+    """As :func:`optimizer_state`, with parameters by name in either form.
+
+    Args:
+        optimizer: An optimizer over sharded parameters.
+        names: See :attr:`Naming.names`.
+        full: See :func:`optimizer_state`.
+        copy: See :func:`model_state`.
+
+    Raises:
+        ValueError: A parameter has a state that is different on each rank and says so nowhere.
+    """
     state: dict[str, Any] = optimizer.state_dict()
-    names = _names_of(optimizer, model)
     for index, parameter in enumerate(_parameters_of(optimizer)):
         for key, value in state["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 _check_can_be_saved(optimizer, names[index], parameter, key, value)
-    if full:
-        gathered: dict[str, Any] = map_leaves(state, partial(_full, copy=copy))
-        return gathered if dist.get_rank() == 0 else {}
     named = {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     by_name: dict[str, Any] = map_leaves(
-        {**state, "state": named, "param_groups": groups}, partial(_sharded, copy=copy)
+        {**state, "state": named, "param_groups": groups}, partial(_full if full else _sharded, copy=copy)
     )
-    return by_name
+    return {} if full and dist.get_rank() != 0 else by_name
 
 
 @torch.no_grad()
@@ -178,7 +250,9 @@ def split(rest: Mapping[Any, Any], *, full: bool, copy: bool = False) -> tuple[d
     """
     shards, others = {}, {}
     for key, value in rest.items():
-        if isinstance(value, DTensor) and not full:
+        if not isinstance(key, str):  # a key of a shard is a string
+            others[key] = map_leaves(value, partial(_on_host, copy=copy))
+        elif isinstance(value, DTensor) and not full:
             shards[key] = _sharded(value, copy)
         elif type(value) is dict:
             inner, others[key] = split(value, full=full, copy=copy)
@@ -201,7 +275,7 @@ def _check_can_be_saved(optimizer: Optimizer, name: str, parameter: Tensor, key:
         raise ValueError(
             f"{type(optimizer).__name__} keeps the state {key!r} of {name!r} as a"
             f" {type(_local_of(value)).__name__}, a tensor of a class of its own, and a checkpoint holds ordinary"
-            " tensors only. Use an optimizer with ordinary states, such as `torch.optim.AdamW`, or save weights alone"
+            " tensors only. Use an optimizer with ordinary states, such as `torch.optim.AdamW`, or save without it"
             " (`save_weights_only=True`)."
         )
     if isinstance(parameter, DTensor) and value.numel() > 1 and not isinstance(value, DTensor):
@@ -224,19 +298,6 @@ def _local_of(value: Tensor) -> Tensor:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-
-
-def _names_of(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """The name of each parameter, in the order in which ``optimizer.state_dict()`` numbers them."""
-    names = {id(parameter): plain_name(key) for key, parameter in model.named_parameters()}
-    parameters = _parameters_of(optimizer)
-    strangers = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]
-    if strangers:
-        raise ValueError(
-            f"{len(strangers)} parameters of {type(optimizer).__name__} are not parameters of {type(model).__name__}"
-            f" (shapes {strangers[:_SHOWN]}). Make the optimizer after the model is sharded, of `model.parameters()`."
-        )
-    return [names[id(parameter)] for parameter in parameters]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,36 +333,102 @@ def load(
         RuntimeError: A shard could not be read.
     """
     path = Path(path)
-    fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
     contents = open_checkpoint(path, weights_only=weights_only, with_optimizers=bool(optimizers))
-
-    keys, targets, required = _targets(model)
-    _check_fits_model(path, contents.model, targets, required, strict)
+    loading = Loading(contents)
+    loading.plan_model(model, contents.model, strict=strict, way_out="set `strict_loading = False` on the module")
     if optimizers:
         _check_number(path, contents, len(optimizers))
-    to_read: list[tuple[Stored, Tensor]] = []
-    with torch.no_grad():
-        new_states = [
-            _plan_optimizer(path, number, saved, optimizer, model, to_read)
-            for number, (saved, optimizer) in enumerate(zip(contents.optimizers, optimizers, strict=False))
-        ]
-        loaded = {
-            key: map_leaves(contents.model[name], partial(_plan_value, target=targets[name], to_read=to_read))
-            for name, key in keys.items()
-            if name in contents.model
-        }
-        rest: dict[str, Any] = _plan_rest(contents.rest, targets, to_read)
-        # From here on things change.
-        read(path, to_read, contents.metadata)
-        # The tensors are in place; this is for values that are none, and for what the model does on loading. Its
-        # strictness was ours above, where it changes nothing.
-        model.load_state_dict(loaded, strict=False)
-        for optimizer, new_state in zip(optimizers, new_states, strict=True):
-            _load_optimizer(optimizer, new_state)
+        for number, (saved, optimizer) in enumerate(zip(contents.optimizers.values(), optimizers, strict=True)):
+            loading.plan_optimizer(optimizer, saved, [_naming_in(model, optimizer)], f"optimizer {number}")
+    rest = loading.plan_rest(contents.rest)
+    loading.run()
     return rest
 
 
-def _plan_rest(rest: dict[Any, Any], targets: Mapping[str, Any], to_read: list[tuple[Stored, Tensor]]) -> Any:
+class Loading:
+    """A load in two halves: what is wrong is raised while it is planned, and nothing changes before :meth:`run`.
+
+    Args:
+        contents: Of the checkpoint.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._to_read: list[tuple[Stored, Tensor]] = []
+        self._targets: dict[str, Any] = {}
+        self._then: list[Callable[[], object]] = []
+
+    def plan_model(self, model: nn.Module, saved: Mapping[str, Any], *, strict: bool, way_out: str) -> None:
+        """Plan to load a model, sharded or not.
+
+        Args:
+            model: The model, as it is used.
+            saved: Its state, by the names of the model as the user wrote it.
+            strict: Whether a name that only one of both has is an error.
+            way_out: What to do to have none then.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        fsdp.reshard(model)  # after an evaluation the root may still hold gathered parameters
+        keys, targets, required = _targets(model)
+        _check_fits_model(self._contents.path, saved, targets, required, strict, way_out)
+        loaded = {
+            key: map_leaves(saved[name], partial(_plan_value, target=targets[name], to_read=self._to_read))
+            for name, key in keys.items()
+            if name in saved
+        }
+        self._targets = targets | self._targets
+        # The tensors are in place then; this is for values that are none, and for what the model does on loading. Its
+        # strictness was ours above, where it changes nothing.
+        self._then.append(lambda: model.load_state_dict(loaded, strict=False))
+
+    @torch.no_grad()
+    def plan_optimizer(
+        self, optimizer: Optimizer, saved: Mapping[str, Any], names: Sequence[Naming], what: str
+    ) -> None:
+        """Plan to load an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            saved: Its state, its parameters by name or by number.
+            names: See :func:`namings`; if empty, a parameter is told by its position, as torch does.
+            what: How to call it in an error.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        where = f"The state of {what} ({type(optimizer).__name__}) in the checkpoint {str(self._contents.path)!r}"
+        new_state = _plan_optimizer(where, saved, optimizer, names, self._to_read)
+        self._then.append(lambda: _load_optimizer(optimizer, new_state))
+
+    @torch.no_grad()
+    def plan_rest(self, rest: Mapping[Any, Any], now: Any = None) -> dict[Any, Any]:
+        """Plan to read what is neither; it is in what is returned after :meth:`run`.
+
+        A tensor under the name and of the shape of a parameter of a model that was planned is placed like it.
+
+        Args:
+            rest: What is to be read.
+            now: What is to be replaced by it; sharded tensors in it count as such parameters.
+        """
+        likes = {**self._targets, **dict(_sharded_in(now))}
+        planned: dict[Any, Any] = _plan_rest(rest, likes, self._to_read)
+        return planned
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do it.
+
+        Raises:
+            RuntimeError: A shard could not be read.
+        """
+        read(self._contents.path, self._to_read, self._contents.metadata)
+        for each in self._then:
+            each()
+
+
+def _plan_rest(rest: Mapping[Any, Any], targets: Mapping[str, Any], to_read: list[tuple[Stored, Tensor]]) -> Any:
     """Memory for the tensors of callbacks and the like: placed like the parameter of that name, if it is one."""
     planned: dict[Any, Any] = {}
     for key, value in rest.items():
@@ -312,6 +439,14 @@ def _plan_rest(rest: dict[Any, Any], targets: Mapping[str, Any], to_read: list[t
         of_parameter = isinstance(value, Stored) and isinstance(like, DTensor) and like.shape == value.shape
         planned[key] = map_leaves(value, partial(_plan_state, like=like if of_parameter else None, to_read=to_read))
     return planned
+
+
+def _sharded_in(value: Any) -> Iterator[tuple[Any, DTensor]]:
+    """All sharded tensors inside of nested dicts, each with its key."""
+    for key, each in value.items() if isinstance(value, dict) else ():
+        if isinstance(each, DTensor):
+            yield key, each
+        yield from _sharded_in(each)
 
 
 def _targets(model: nn.Module) -> tuple[dict[str, str], dict[str, Any], set[str]]:
@@ -346,15 +481,22 @@ def _plan_value(leaf: Any, target: Any, to_read: list[tuple[Stored, Tensor]]) ->
 
 
 def _check_fits_model(
-    path: Path, saved: Mapping[str, Any], targets: Mapping[str, Any], required: set[str], strict: bool
+    path: Path, saved: Mapping[str, Any], targets: Mapping[str, Any], required: set[str], strict: bool, way_out: str
 ) -> None:
+    empty = [
+        name for name in saved.keys() & targets.keys() if isinstance(targets[name], Tensor) and targets[name].is_meta
+    ]
+    if empty:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} cannot be loaded into tensors on the device `meta`, which have no values:"
+            f" {listed(empty)}. Set the model up first (`fabric.setup`)."
+        )
     missing, unexpected = required - saved.keys(), saved.keys() - targets.keys()
     if strict and (missing or unexpected):
         lacks = f" It lacks {listed(missing)}." if missing else ""
         has = f" It has {listed(unexpected)}, which the model has not." if unexpected else ""
         raise ValueError(
-            f"The checkpoint {str(path)!r} does not fit the model.{lacks}{has} To load what both have, set"
-            " `strict_loading = False` on the module."
+            f"The checkpoint {str(path)!r} does not fit the model.{lacks}{has} To load what both have, {way_out}."
         )
     wrong = [
         f"{name} (checkpoint {_shape(saved[name])}, model {_shape(targets[name])})"
@@ -376,9 +518,9 @@ def _check_number(path: Path, contents: Contents, expected: int) -> None:
     found = len(contents.optimizers)
     if not found and "lr_schedulers" not in contents.rest:
         raise ValueError(
-            f"The checkpoint {str(path)!r} was saved with `save_weights_only=True`: it has no optimizer states, so"
-            " training cannot be resumed from it. Pass it to `trainer.validate` or `trainer.test`, or load only its"
-            " weights with `load_state_dict` before `trainer.fit`."
+            f"The checkpoint {str(path)!r} was saved with `save_weights_only=True`, or by Fabric without an optimizer:"
+            " it has no optimizer states, so training cannot be resumed from it. Pass it to `trainer.validate` or"
+            " `trainer.test`, or load only its weights with `load_state_dict` before `trainer.fit`."
         )
     if found != expected:
         raise ValueError(
@@ -391,15 +533,15 @@ def _check_number(path: Path, contents: Contents, expected: int) -> None:
 
 
 def _plan_optimizer(
-    path: Path,
-    number: int,
+    where: str,
     saved: Mapping[str, Any],
     optimizer: Optimizer,
-    model: nn.Module,
+    names: Sequence[Naming],
     to_read: list[tuple[Stored, Tensor]],
 ) -> dict[str, Any]:
     """The argument for ``optimizer.load_state_dict``, its tensors placed like the parameters and not read yet."""
-    where = f"The state of optimizer {number} ({type(optimizer).__name__}) in the checkpoint {str(path)!r}"
+    if not is_optimizer_state(saved):
+        raise ValueError(f"{where} is none: it has no 'param_groups'. Save the whole optimizer.")
     groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     saved_groups: list[dict[str, Any]] = saved["param_groups"]
     if len(saved_groups) != len(groups):
@@ -407,10 +549,11 @@ def _plan_optimizer(
             f"{where} has {len(saved_groups)} parameter groups, but the optimizer has {len(groups)}. Make the groups of"
             " the run that saved it."
         )
-    first_names, names = _first_names(model), _names_of(optimizer, model)
+    saved_names = {plain_name(each) for group in saved_groups for each in group["params"] if isinstance(each, str)}
+    naming = next((each for each in names if saved_names <= each.aliases.keys()), names[0] if names else None)
     index_of: dict[Any, int] = {}
     for position, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
-        index_of |= _match(f"{where}, group {position},", group["params"], saved_group["params"], names, first_names)
+        index_of |= _match(f"{where}, group {position},", group["params"], saved_group["params"], naming)
 
     parameters = _parameters_of(optimizer)
     state: dict[Any, Any] = {}
@@ -437,23 +580,21 @@ def _plan_optimizer(
     return {**others, "state": state, "param_groups": new_groups}
 
 
-def _match(
-    where: str, indices: list[int], saved: Sequence[Any], names: Sequence[str], first_names: Mapping[str, str]
-) -> dict[Any, int]:
+def _match(where: str, indices: list[int], saved: Sequence[Any], naming: Naming | None) -> dict[Any, int]:
     """Which parameter each entry of a saved group means: by name if it is one, else by position as torch does.
 
     Lightning numbers the parameters of a full checkpoint through the model, torch through the optimizer: the position
     in the group is the same.
     """
-    here = {names[index]: index for index in indices}
-    if not all(isinstance(each, str) for each in saved):
+    here = {naming.names[index] if naming else f"number {index}": index for index in indices}
+    if naming is None or not all(isinstance(each, str) for each in saved):
         if len(saved) != len(indices):
             raise ValueError(
                 f"{where} has {len(saved)} parameters, but the optimizer's group has {len(indices)}:"
                 f" {listed(here)}. Give the optimizer the parameters of the run that saved it (frozen ones count)."
             )
         return dict(zip(saved, indices, strict=True))
-    by_name = {each: first_names.get(plain_name(each), each) for each in saved}
+    by_name = {each: naming.aliases.get(plain_name(each), each) for each in saved}
     if set(by_name.values()) != here.keys():
         only_saved, only_here = set(by_name.values()) - here.keys(), here.keys() - set(by_name.values())
         raise ValueError(

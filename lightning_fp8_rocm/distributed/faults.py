@@ -319,6 +319,8 @@ class _Run:
         ]
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._holds_store = us.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # Scripts destroy the process group before they end; others must be able to read that it was no fault.
+        self._held: Store | None = _get_default_store() if self._holds_store else None
         nodes: dict[str, list[_Process]] = {}
         for each in watching:
             nodes.setdefault(each.node, []).append(each)
@@ -408,6 +410,8 @@ class _Run:
                 self._linger("done")
         except dist.DistError as lost:
             log.debug("The other ranks could not be told that this one is done: %s", _first_line(lost))
+        finally:
+            self._held = None
 
     def _linger(self, key: str) -> None:
         deadline = time.monotonic() + _LINGER_S
@@ -474,6 +478,11 @@ class _Run:
 
     def _watch(self) -> None:
         while not self._spared.wait(_LOOK_S):
+            if not dist.is_initialized():  # the user destroyed it: there is no collective left to wait in
+                self._stopped.set()
+                self._threads[0].join(timeout=2.0)
+                self.say_done()
+                return
             reason = self._reason_to_end()
             if reason is None:
                 continue

@@ -22,6 +22,8 @@ What we touch, and why:
     FSDP2; an exception leaves it in the middle.
 ``FSDPParamGroup.post_forward_mesh_info``
     A forward within a method of the same unit must leave it gathered; and whether backward gathers it again.
+``FSDPParam.unsharded_accumulated_grad``
+    Whether gradients wait to be reduced, where an optimizer is about to step without them.
 ``FSDPParamGroup.is_unsharded``
     Whether a parameter is gathered at the moment.
 ``FSDPParamGroup._all_gather_result``, ``.device_handle``
@@ -334,6 +336,17 @@ def reduce_unused(root: nn.Module, enabled: bool) -> None:
     """Whether parameters without a gradient count as a gradient of zero while the others of their unit are reduced."""
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(enabled)
+
+
+def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, str]:
+    """The sharded parameters, with their names, whose whole gradients wait on this rank for a backward that reduces."""
+    return {
+        param.sharded_param: param._param_fqn or name_of(param)
+        for group in groups(root)
+        for param in group.fsdp_params
+        if param.unsharded_accumulated_grad is not None
+        or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+    }
 
 
 @torch.no_grad()

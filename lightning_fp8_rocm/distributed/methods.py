@@ -1,9 +1,10 @@
 """Methods of a unit that gather its parameters as its forward does; and writes into what is gathered, that are lost."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from inspect import isgeneratorfunction
+from types import MethodType
 from typing import Any
 
 import torch
@@ -92,9 +93,43 @@ def _gather_in_method(module: nn.Module, name: str) -> None:
         if torch.compiler.is_compiling() or _is_inside(module) or fsdp.is_in_forward(module):
             return plain(*args, **kwargs)
         result = gathered(watched, *args, **kwargs)
-        return generate(result) if isgeneratorfunction(plain) else result
+        return generate(result) if inspect.isgeneratorfunction(plain) else result
 
-    setattr(module, name, method)
+    setattr(module, name, _bound(method, module))
+
+
+def _bound(function: Callable[..., Any], module: nn.Module) -> MethodType:
+    """A method of ``module`` that calls ``function``: Fabric marks methods alone as further forwards."""
+
+    @wraps(function)
+    def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return MethodType(method, module)
+
+
+def as_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What FSDP2 may run in place of the forward of a unit: parameters stay gathered until ``call`` has returned.
+
+    Args:
+        module: The unit, which ``call`` may itself call.
+        call: Computes with its parameters.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _usable_after_error(module), fsdp.no_reshard_after_forward(module), inside(module):
+            result = call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            fsdp.gather_before_backward(module, _tensors_in_objects(result))
+        fsdp.follow_gathered(module)
+        if written := fsdp.overwritten(module):
+            raise _lost_write(module, "forward", written)
+        return result
+
+    return forward
 
 
 def _watch_forward(module: nn.Module) -> None:

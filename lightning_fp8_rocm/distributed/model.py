@@ -1,12 +1,15 @@
 """One model from its sharding to its release: how its methods gather, the span of a step, and what comes after one."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_fp8_rocm.distributed import fsdp, methods
 
@@ -202,6 +205,26 @@ class ShardedModel:
                     " `FSDP2FP8Strategy(find_unused_parameters=True)`."
                 )
 
+    def check_reduced(self, optimizer: Optimizer) -> None:
+        """Refuse a step without the gradients of backward passes in :meth:`without_gradient_sync`.
+
+        Raises:
+            RuntimeError: The last backward before it was one of those; on every rank, naming the parameters.
+        """
+        waiting = fsdp.unreduced_gradients(self.root)
+        names = [
+            waiting[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in waiting
+        ]
+        if names:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called while gradients of {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''} were not reduced over the ranks: the last backward before it ran"
+                " within `no_backward_sync`. Leave that context, or pass `enabled=False`, for the last batch of a step."
+            )
+
     def _set_gradient_sync(self, reduces: bool) -> None:
         assert isinstance(self.root, FSDPModule)
         self.root.set_requires_gradient_sync(reduces)
@@ -218,3 +241,59 @@ class ShardedModel:
         if self._trainable and now != self._trainable:
             fsdp.follow_frozen(self.root)
         self._trainable = now
+
+
+class SteppedModule(nn.Module):
+    """A sharded model, each call of which is one step: everything is sharded when it begins, and scales are fresh.
+
+    Args:
+        model: What is known of the sharded model.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        super().__init__()
+        self.module = model.root
+        self._model = model
+        self._forward = model.root.forward
+        self._was_called = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Raises:
+            RuntimeError: Fabric has compiled it as a whole, as the user had compiled what he set up.
+        """
+        if not self._was_called:
+            self._was_called = True
+            # Fabric unwraps what the user has compiled and compiles what the strategy returns, telling nobody.
+            if any(isinstance(each, dict) and each.get("_orig_mod") is self for each in gc.get_referrers(self)):
+                raise _compiled_as_a_whole()
+        module, method = self.module, self.module.forward
+        with self._model.step(weights_change=False, trains=torch.is_grad_enabled()):
+            if method == self._forward:
+                return module(*args, **kwargs)
+            # Fabric has put a method there that the user marked as a forward; it puts the forward back when it is run.
+            module.forward = methods.as_forward(module, method)
+            try:
+                return module(*args, **kwargs)
+            finally:
+                module.forward = self._forward
+
+
+def check_not_compiled(module: nn.Module) -> None:
+    """Refuse a module that ``torch.compile`` made of a whole model.
+
+    Raises:
+        RuntimeError: Saying what to do instead.
+    """
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise _compiled_as_a_whole()
+
+
+def _compiled_as_a_whole() -> RuntimeError:
+    return RuntimeError(
+        "The model is compiled as a whole (`torch.compile(model)`), which does not work with weights that are gathered"
+        " unit by unit. Set it up without that: the strategy compiles each block by itself on GPUs, and anywhere with"
+        " `FSDP2FP8Strategy(compile=True)`."
+    )

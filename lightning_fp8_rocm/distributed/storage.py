@@ -4,6 +4,9 @@ Two forms, both those of Lightning's ``ModelParallelStrategy``. *Sharded*: a dir
 ``torch.distributed.checkpoint`` with all that is no shard in ``meta.pt``, and a manifest of sizes and crc32. *Full*:
 one file of ``torch.save``, which is a zip archive and has its crc32 inside.
 
+A Trainer saves one model, under ``state_dict``, and its optimizers in their order. Fabric saves models and optimizers
+under the keys that the user gave them.
+
 Reading (:func:`open_checkpoint`, :func:`read`) is not collective, reads no tensor that is not asked for, and executes
 nothing that a file contains.
 """
@@ -52,9 +55,20 @@ OWN_KEY = "fp8_rocm"
 """Under which a checkpoint holds what this package adds: plain values, no name of a class."""
 
 DCP_METADATA_NAME = ".metadata"  # torch's
-_MODEL_KEY = "state_dict"  # Lightning's, of its ModelParallelStrategy, and ours
-_FSDP1_MODEL_KEY = "model"  # of its FSDPStrategy; of Fabric, too
-_OPTIMIZER_PREFIX = "optimizer_"  # Lightning's
+MODEL_KEY = "state_dict"
+"""Of the model of a Trainer; Lightning's."""
+
+OPTIMIZERS_KEY = "optimizer_states"
+"""Of the list of optimizers in one file of a Trainer; Lightning's."""
+
+MODELS_FACT, OPTIMIZERS_FACT = "models", "optimizers"
+"""What a checkpoint of Fabric says under :data:`OWN_KEY`: the keys of its models, and those of its optimizers."""
+
+_FSDP1_MODEL_KEY = "model"  # of the Trainer's FSDPStrategy
+VERSION_KEY = "pytorch-lightning_version"
+"""In every checkpoint of a Trainer, of either name of Lightning."""
+_OPTIMIZER_PREFIX = "optimizer_"  # Lightning's, in shards of a Trainer
+_EXTRA_STATE = "_extra_state"  # torch's, of what a module saves that is no tensor
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wraps a module without being one
 _SHOWN = 10
 _PROPAGATION_S = (
@@ -163,14 +177,56 @@ def replaced(path: Path) -> ReplacedError:
 class Contents(NamedTuple):
     """What a checkpoint holds; each tensor is a :class:`Stored`."""
 
-    model: dict[str, Any]
-    """By name in the model as the user wrote it."""
-    optimizers: list[dict[str, Any]]
-    """What ``optimizer.state_dict()`` returns, but that a sharded checkpoint has names for numbers."""
+    path: Path
+    models: dict[str, dict[str, Any]]
+    """By key; each by name in the model as the user wrote it. That of a Trainer has the key ``state_dict``."""
+    optimizers: dict[str, dict[str, Any]]
+    """By key, in the order in which they were saved: what ``optimizer.state_dict()`` returns, but that there may be
+    names for numbers. Those of a Trainer have the keys ``optimizer_0``, ``optimizer_1``, ..."""
     rest: dict[str, Any]
-    """All else; tensors that were sharded are :class:`Stored`, others are read."""
+    """All else; tensors that were sharded are :class:`Stored`, others are read. Also what is no checkpoint of
+    Lightning: weights alone, the state of one optimizer."""
     metadata: metadata.Metadata | None = None
     """The list of shards, for :func:`read`: at a thousand ranks it takes half a minute to read."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What this package added to it."""
+        facts: Mapping[str, Any] = self.rest.get(OWN_KEY, {})
+        return facts
+
+    @property
+    def of_trainer(self) -> bool:
+        """Whether a Trainer wrote it, not Fabric."""
+        return self.models.keys() == {MODEL_KEY} and MODELS_FACT not in self.facts
+
+    @property
+    def model_key(self) -> str:
+        """The key of the one model.
+
+        Raises:
+            ValueError: There are several, or none.
+        """
+        if len(self.models) == 1:
+            return next(iter(self.models))
+        if self.models:
+            raise ValueError(
+                f"Expected {str(self.path)!r} to be a checkpoint of one model, but it has {len(self.models)}:"
+                f" {listed(self.models)}. `fabric.load` loads each under its key."
+            )
+        raise ValueError(
+            f"The checkpoint {str(self.path)!r} has no model. Found: {listed(map(str, self.rest))}. Weights alone are"
+            " loaded with `fabric.load_raw` or `load_state_dict`."
+        )
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The one model.
+
+        Raises:
+            ValueError: There are several, or none.
+        """
+        return self.models[self.model_key]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,8 +275,8 @@ def write_sharded(
 
     Args:
         folder: Where, the same on all ranks. It is made; nothing is there yet.
-        state: ``"state_dict"``, ``"optimizer_0"``, ``"optimizer_1"``, ...: DTensors, and tensors that are the same on
-            all ranks.
+        state: ``"state_dict"``, ``"optimizer_0"``, ``"optimizer_1"``, ..., or models and optimizers under other keys:
+            DTensors, and tensors that are the same on all ranks.
         rest: All else; rank 0 writes it.
         group: Whose ranks write; the default group if None.
 
@@ -347,12 +403,12 @@ def open_checkpoint(path: Path, *, weights_only: bool | None, with_optimizers: b
     """Read all of a checkpoint but its tensors. Not collective.
 
     Args:
-        path: Of either form, also of Lightning's own strategies.
+        path: Of either form, of a Trainer or of Fabric, also of Lightning's own strategies.
         weights_only: As for ``torch.load``, for what is not a tensor. None is torch's default, which is True.
         with_optimizers: Whether to read what of optimizer states is no tensor. Else those values are None.
 
     Raises:
-        ValueError: It is no checkpoint of a Trainer, or its ``.metadata`` holds other things than metadata.
+        ValueError: It is no checkpoint, or its ``.metadata`` holds other things than metadata.
         pickle.UnpicklingError: It holds objects that ``weights_only`` forbids.
         RuntimeError: A shard could not be read.
     """
@@ -399,18 +455,66 @@ def _not_unpickled(path: Path, weights_only: bool | None, error: BaseException) 
 
 def _open_full(path: Path, weights_only: bool | None) -> Contents:
     checkpoint = _unpickle(path, weights_only, mmap=True)  # mapped: only what a rank needs is ever read
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), Mapping):
-        found = listed(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+    if not isinstance(checkpoint, dict):
         raise ValueError(
-            f"The file {str(path)!r} is no checkpoint of a Trainer: it has no 'state_dict'. Found: {found}. Weights"
-            " alone are loaded with `load_state_dict`."
+            f"The file {str(path)!r} is no checkpoint: expected a dict, but it holds a {type(checkpoint).__name__}."
         )
-    model, optimizers = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+    model_keys, optimizer_keys = _keys_in_file(checkpoint)
+    models = {key: checkpoint.pop(key) for key in model_keys}
+    optimizers = {key: checkpoint.pop(key) for key in optimizer_keys}
+    if MODEL_KEY in models and _recorded_keys(checkpoint) is None:
+        numbered = enumerate(checkpoint.pop(OPTIMIZERS_KEY, []))
+        optimizers |= {f"{_OPTIMIZER_PREFIX}{number}": state for number, state in numbered}
     return Contents(
-        {plain_name(key): map_leaves(value, as_stored) for key, value in model.items()},
+        path,
+        {key: by_plain_name(map_leaves(state, as_stored)) for key, state in models.items()},
         map_leaves(optimizers, as_stored),
         map_leaves(checkpoint, as_stored),
     )
+
+
+def _keys_in_file(checkpoint: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Under which keys one file has models, and under which optimizers: as it says itself, else by what they look like.
+
+    >>> _keys_in_file({"net": {"weight": torch.ones(2)}, "adam": {"state": {}, "param_groups": []}, "step": 3})
+    (['net'], ['adam'])
+    """
+    recorded = _recorded_keys(checkpoint)
+    if recorded is not None:
+        return recorded
+    optimizers = [key for key, value in checkpoint.items() if is_optimizer_state(value)]
+    if isinstance(checkpoint.get(MODEL_KEY), Mapping):
+        return [MODEL_KEY], optimizers
+    if is_model_state(checkpoint):  # weights alone, in which a mapping of tensors would be the extra state of a module
+        return [], []
+    return [key for key, value in checkpoint.items() if is_model_state(value)], optimizers
+
+
+def _recorded_keys(rest: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    facts = rest.get(OWN_KEY, {})
+    return (list(facts[MODELS_FACT]), list(facts[OPTIMIZERS_FACT])) if MODELS_FACT in facts else None
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Whether it is what ``optimizer.state_dict()`` returns, by what it looks like."""
+    return isinstance(value, Mapping) and "param_groups" in value
+
+
+def is_model_state(value: Any) -> bool:
+    """Whether it is what ``module.state_dict()`` returns, by what it looks like: tensors by name.
+
+    >>> [is_model_state(each) for each in ({"weight": torch.ones(2), "_extra_state": 1}, {"epoch": 3}, {})]
+    [True, False, False]
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    tensors = [each for key, each in value.items() if not key.endswith(_EXTRA_STATE)]
+    return bool(tensors) and all(isinstance(each, Stored | Tensor) for each in tensors)
+
+
+def by_plain_name(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a model by the names of the model as the user wrote it."""
+    return {plain_name(key): value for key, value in state.items()}
 
 
 def as_stored(leaf: Any) -> Any:
@@ -421,6 +525,13 @@ def as_stored(leaf: Any) -> Any:
 def _open_sharded(path: Path, weights_only: bool | None, with_optimizers: bool) -> Contents:
     found = read_metadata(path)
     rest: dict[str, Any] = _unpickle(path / META_NAME, weights_only, mmap=False)
+    if not isinstance(rest, dict):
+        raise ValueError(
+            f"The directory {str(path)!r} is no checkpoint: expected a dict in its {META_NAME}, but it holds a"
+            f" {type(rest).__name__}."
+        )
+    paths: dict[str, Any] = {key: (found.planner_data or {}).get(key, (key,)) for key in found.state_dict_metadata}
+    model_keys, optimizer_keys = _keys_in_shards(paths.values(), rest)
     flat: dict[str, Any] = {}
     for key, kind in found.state_dict_metadata.items():
         if isinstance(kind, metadata.TensorStorageMetadata):
@@ -430,33 +541,46 @@ def _open_sharded(path: Path, weights_only: bool | None, with_optimizers: bool) 
     values = {
         key: None
         for key, value in flat.items()
-        if value is None and (with_optimizers or not key.startswith(_OPTIMIZER_PREFIX))
+        if value is None and (with_optimizers or paths[key][0] not in optimizer_keys)
     }
     if values:
         _read_shards(path, values, found, weights_only)
 
     tree: dict[Any, Any] = {}
     for key, value in {**flat, **values}.items():
-        *parents, last = (found.planner_data or {}).get(key, (key,))
+        *parents, last = paths[key]
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    of_trainer = isinstance(rest, dict) and (_MODEL_KEY in tree or "pytorch-lightning_version" in rest)
-    found_keys = listed(map(str, tree))
-    model = tree.pop(_MODEL_KEY if _MODEL_KEY in tree else _FSDP1_MODEL_KEY, None)
-    if not of_trainer or model is None:
-        raise ValueError(
-            f"The directory {str(path)!r} is no checkpoint of a Trainer: it has no 'state_dict'. Found:"
-            f" {found_keys}. One of Fabric is loaded with `fabric.load`."
-        )
-    numbered = sorted(
-        (int(key.removeprefix(_OPTIMIZER_PREFIX)), key) for key in tree if key.startswith(_OPTIMIZER_PREFIX)
-    )
-    optimizers = [_with_lists(tree.pop(key)) for _, key in numbered]
-    return Contents(
-        {plain_name(key): _with_lists(value) for key, value in model.items()}, optimizers, _merged(rest, tree), found
-    )
+    models = {key: by_plain_name(_with_lists(tree.pop(key, {}))) for key in model_keys}
+    if models.keys() == {_FSDP1_MODEL_KEY} and VERSION_KEY in rest:
+        models = {MODEL_KEY: models[_FSDP1_MODEL_KEY]}
+    # An empty dict has no place in shards.
+    optimizers = {key: {"state": {}, **_with_lists(tree.pop(key, {}))} for key in optimizer_keys}
+    return Contents(path, models, optimizers, _merged(rest, tree), found)
+
+
+def _keys_in_shards(paths: Iterable[Sequence[Any]], rest: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Under which keys a directory of shards has models, and under which optimizers, in their order.
+
+    >>> _keys_in_shards([("net", "weight"), ("adam", "param_groups"), ("ema", "weight")], {"ema": {}})
+    (['net'], ['adam'])
+    >>> _keys_in_shards([("optimizer_10", "param_groups"), ("optimizer_2", "param_groups")], {})
+    ([], ['optimizer_2', 'optimizer_10'])
+    """
+    recorded = _recorded_keys(rest)
+    if recorded is not None:
+        return recorded
+    below_top = [(path[0], path[1]) for path in paths if len(path) > 1]
+    optimizers = {key for key, below in below_top if below == "param_groups"}
+    models = dict.fromkeys(key for key, _ in below_top if key not in optimizers and key not in rest)
+
+    def place(key: str) -> int:
+        number = key.removeprefix(_OPTIMIZER_PREFIX)
+        return int(number) if number.isdecimal() else 0
+
+    return list(models), sorted(dict.fromkeys(key for key, _ in below_top if key in optimizers), key=place)
 
 
 def _with_lists(node: Any) -> Any:

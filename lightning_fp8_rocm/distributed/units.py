@@ -75,10 +75,10 @@ def _classes(module: nn.Module) -> list[type]:
     return mro[mro.index(FSDPModule) + 1 :] if FSDPModule in mro else mro
 
 
-def _class_name(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
     """Name of the class that the author of ``module`` wrote.
 
-    >>> _class_name(nn.Linear(2, 2))
+    >>> class_name(nn.Linear(2, 2))
     'Linear'
     """
     return _classes(module)[0].__name__
@@ -106,7 +106,20 @@ def _implements_forward(module: nn.Module) -> bool:
         return True
     owner = next(cls for cls in _classes(module) if "forward" in vars(cls))
     # LightningModule defines one that calls the one of nn.Module, which raises.
-    return owner is not nn.Module and not (owner.__name__ == "LightningModule" and _infrastructure(owner) is not None)
+    return owner is not nn.Module and not _is_lightning_module(owner)
+
+
+def _is_lightning_module(cls: type) -> bool:
+    return cls.__name__ == "LightningModule" and _infrastructure(cls) is not None
+
+
+def has_steps(module: nn.Module) -> bool:
+    """Whether ``module`` is a LightningModule, of either name of Lightning, whose steps are called, not its forward.
+
+    >>> has_steps(nn.Linear(2, 2))
+    False
+    """
+    return any(_is_lightning_module(cls) for cls in _classes(module))
 
 
 def forward_methods(module: nn.Module) -> list[str]:
@@ -206,7 +219,7 @@ def _innermost_first(root: nn.Module) -> list[nn.Module]:
     """Every module once, after all that are below it.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    >>> [_class_name(module) for module in _innermost_first(net)]
+    >>> [class_name(module) for module in _innermost_first(net)]
     ['Linear', 'ReLU', 'Sequential', 'Sequential']
     """
     ordered: dict[nn.Module, None] = {}
@@ -254,7 +267,7 @@ def _managers(root: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter,
     """The unit that manages each parameter: the innermost one around it, in the order in which they are sharded.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2, bias=False))
-    >>> [_class_name(unit) for unit in _managers(net, [net[0], net]).values()]
+    >>> [class_name(unit) for unit in _managers(net, [net[0], net]).values()]
     ['Linear', 'Sequential']
     """
     order = {module: index for index, module in enumerate(units)}
@@ -354,10 +367,10 @@ def _auto_blocks(root: nn.Module) -> list[nn.Module]:
             names = names | declared
             below = module.modules()
             next(below)  # the model itself
-            is_covered = any(_class_name(child) in names for child in below)
+            is_covered = any(class_name(child) in names for child in below)
         is_list = not is_covered and _is_block_list(module)
         for child in module.children():
-            if is_list or _class_name(child) in names:
+            if is_list or class_name(child) in names:
                 # Not walked further: a list inside a block may hold experts, and ranks may call different ones.
                 yield from (found for found in _callable_modules(child) if found is child or any(found.children()))
             else:
@@ -381,7 +394,7 @@ def _chosen_blocks(root: nn.Module, policy: AutoWrapPolicy) -> list[nn.Module]:
     else:
         chosen = [module for module in below if _ask(policy, module)]
     names = {module: name for name, module in root.named_modules()}
-    silent = [f"{names[module]!r} ({_class_name(module)})" for module in chosen if not _can_be_unit(module)]
+    silent = [f"{names[module]!r} ({class_name(module)})" for module in chosen if not _can_be_unit(module)]
     if silent:
         raise ValueError(
             "Expected argument `auto_wrap_policy` to choose modules that are called, but it chose"
@@ -403,14 +416,14 @@ def is_of(module: nn.Module, entry: type[nn.Module] | str) -> bool:
 def _matching_modules(modules: Sequence[nn.Module], wanted: Collection[type[nn.Module] | str]) -> list[nn.Module]:
     """The modules of these classes, or of classes of these names; each entry must match one.
 
-    >>> [_class_name(module) for module in _matching_modules([nn.ReLU(), nn.Linear(2, 2)], ["Linear"])]
+    >>> [class_name(module) for module in _matching_modules([nn.ReLU(), nn.Linear(2, 2)], ["Linear"])]
     ['Linear']
     """
     chosen: set[nn.Module] = set()
     for entry in wanted:
         matching = [module for module in modules if is_of(module, entry)]
         if not matching:
-            present = list(dict.fromkeys(map(_class_name, modules)))
+            present = list(dict.fromkeys(map(class_name, modules)))
             shown = ", ".join(present[:20]) + (", ..." if len(present) > 20 else "")
             raise ValueError(
                 f"The entry {entry if isinstance(entry, str) else entry.__name__!r} in `auto_wrap_policy` matches no"
@@ -430,7 +443,7 @@ def _ask(policy: Callable[[nn.Module], bool], module: nn.Module) -> bool:
     if not isinstance(answer, bool):
         raise TypeError(
             "Expected the function in argument `auto_wrap_policy` to return True or False, but for a"
-            f" {_class_name(module)} it returned {answer!r}."
+            f" {class_name(module)} it returned {answer!r}."
         )
     return answer
 
@@ -612,8 +625,8 @@ def check_parameters(root: nn.Module, units: Sequence[Unit], *, manual_optimizat
     """
     if _root_of(units) is not root:
         raise ValueError(
-            f"Expected argument `units` to be planned for argument `root`, a {_class_name(root)}, but their root is"
-            f" another module, a {_class_name(units[-1].module)}: call `plan_units(root)`."
+            f"Expected argument `units` to be planned for argument `root`, a {class_name(root)}, but their root is"
+            f" another module, a {class_name(units[-1].module)}: call `plan_units(root)`."
         )
     parameters = dict(root.named_parameters())
     owned = owned_parameters(units)

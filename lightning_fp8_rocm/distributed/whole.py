@@ -1,4 +1,4 @@
-"""A checkpoint of either form as the one dict that a run on a single device saves; without ranks or a model."""
+"""A checkpoint of either form as the one dict that is in a full file; without ranks or a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_fp8_rocm.distributed.publish import find, local_path, verify
 from lightning_fp8_rocm.distributed.storage import (
-    OWN_KEY,
+    MODEL_KEY,
+    MODELS_FACT,
+    OPTIMIZERS_KEY,
+    VERSION_KEY,
     Contents,
     Stored,
     check_readable,
@@ -39,33 +42,43 @@ def in_memory(stored: Stored) -> Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
-def whole_checkpoint(
-    path: Path,
-    *,
-    weights_only: bool | None = True,
-    make: Make = in_memory,
-    after: Callable[[int], None] = lambda size: None,
-) -> dict[str, Any]:
+def whole_checkpoint(path: Path, *, weights_only: bool | None = True) -> dict[str, Any]:
     """Read a checkpoint of either form, whole.
 
     Args:
         path: The directory of shards, or the file.
         weights_only: As for ``torch.load``, for what is not a tensor. None is torch's default, which is True.
+
+    Returns:
+        See :func:`assembled`.
+
+    Raises:
+        ValueError: It is no checkpoint.
+        pickle.UnpicklingError: It holds objects that ``weights_only`` forbids.
+        RuntimeError: A shard could not be read.
+    """
+    return assembled(open_checkpoint(path, weights_only=weights_only))
+
+
+def assembled(
+    contents: Contents, make: Make = in_memory, after: Callable[[int], None] = lambda size: None
+) -> dict[str, Any]:
+    """Read all tensors of a checkpoint.
+
+    Args:
+        contents: Of the checkpoint.
         make: What tensors are read into.
         after: Called with the number of bytes that were read since the last call.
 
     Returns:
-        What ``trainer.save_checkpoint`` writes on one device, in ordinary tensors: ``state_dict``, in which tied
-        weights are one tensor; ``optimizer_states`` with parameters by number, unless weights alone were saved; the
-        rest.
+        What is in one file, in ordinary tensors; tied weights are one tensor. Of a Trainer, what
+        ``trainer.save_checkpoint`` writes on one device: ``state_dict``; ``optimizer_states`` with parameters by
+        number, unless weights alone were saved; the rest. Of Fabric, models and optimizers under their keys, with
+        parameters by name as Lightning's ``ModelParallelStrategy`` has them, and the rest.
 
     Raises:
-        ValueError: It is no checkpoint of a Trainer.
-        pickle.UnpicklingError: It holds objects that ``weights_only`` forbids.
         RuntimeError: A shard could not be read.
     """
-    contents = open_checkpoint(path, weights_only=weights_only)
-    ties = tied_names(path, contents, make)
     wanted: list[tuple[Stored, Tensor]] = []
 
     def planned(leaf: Any) -> Any:
@@ -75,28 +88,35 @@ def whole_checkpoint(
         wanted.append((leaf, target))
         return target
 
-    state = {name: map_leaves(value, planned) for name, value in contents.model.items() if name not in ties}
-    checkpoint = map_leaves(contents.rest, planned)
-    checkpoint["state_dict"] = {name: state[ties.get(name, name)] for name in contents.model}
+    whole: dict[str, Any] = {}
+    for key, model in contents.models.items():
+        ties = tied_names(contents, key, make)
+        state = {name: map_leaves(value, planned) for name, value in model.items() if name not in ties}
+        whole[key] = {name: state[ties.get(name, name)] for name in model}
+    if not contents.of_trainer:
+        whole |= map_leaves(contents.optimizers, planned)
     # A checkpoint of weights alone has neither; a run without optimizers has an empty list.
-    if contents.optimizers or "lr_schedulers" in contents.rest:
-        checkpoint["optimizer_states"] = [map_leaves(numbered(each), planned) for each in contents.optimizers]
-    read_in_turns(path, wanted, after, contents.metadata)
-    whole: dict[str, Any] = checkpoint
+    elif contents.optimizers or "lr_schedulers" in contents.rest:
+        whole[OPTIMIZERS_KEY] = [map_leaves(numbered(each), planned) for each in contents.optimizers.values()]
+    whole |= map_leaves(contents.rest, planned)
+    read_in_turns(contents.path, wanted, after, contents.metadata)
     return whole
 
 
-def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Verify a checkpoint of either form and read it, where ``torch.load`` reads a file.
+def load(
+    path: str | os.PathLike[str], *, version: str, map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Verify a checkpoint of either form and read it, where ``load_from_checkpoint`` reads a file of a Trainer.
 
     Args:
-        path: The directory of shards, or the file.
+        path: The directory of shards, or the file. Of Fabric, it has one model.
+        version: Of Lightning, for a checkpoint of Fabric, which has none.
         map_location: A device for the tensors; anything else leaves them in memory of the host.
         weights_only: See :func:`whole_checkpoint`.
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: It is damaged, or no checkpoint of a Trainer.
+        ValueError: It is damaged, or no checkpoint, or one of several models.
         pickle.UnpicklingError: It holds objects that ``weights_only`` forbids.
         RuntimeError: A shard could not be read.
     """
@@ -108,7 +128,11 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         damages = verify(found)
         if damages:
             raise ValueError(f"The checkpoint {str(found)!r} is damaged: {'; '.join(map(str, damages))}.")
-        checkpoint = whole_checkpoint(found, weights_only=weights_only)
+        contents = open_checkpoint(found, weights_only=weights_only)
+        model_key = contents.model_key  # or an error that names several
+        checkpoint = assembled(contents)
+    if not contents.of_trainer:
+        checkpoint |= {MODEL_KEY: checkpoint.pop(model_key), VERSION_KEY: version}
     if not isinstance(map_location, str | torch.device):
         return checkpoint
 
@@ -158,16 +182,16 @@ def numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 # Ties
 
 
-def tied_names(path: Path, contents: Contents, make: Make = in_memory) -> dict[str, str]:
-    """For each further name of a tied weight, the name under which it comes first in the model.
+def tied_names(contents: Contents, key: str, make: Make = in_memory) -> dict[str, str]:
+    """For each further name of a tied weight, the name under which it comes first in the model with this key.
 
     A file keeps which names share memory. A directory stores each name by itself; where it does not say what was tied,
     that is told by the values, see :func:`_by_values`.
     """
-    recorded = contents.rest.get(OWN_KEY, {}).get("tied")
+    recorded = contents.facts.get("tied")
     if recorded is not None:
-        return dict(recorded)
-    tensors = {name: leaf for name, leaf in contents.model.items() if isinstance(leaf, Stored)}
+        return dict(recorded[key] if MODELS_FACT in contents.facts else recorded)
+    tensors = {name: leaf for name, leaf in contents.models[key].items() if isinstance(leaf, Stored)}
     first: dict[Any, str] = {}
     ties = {}
     if all(isinstance(leaf.source, Tensor) for leaf in tensors.values()):
@@ -176,7 +200,7 @@ def tied_names(path: Path, contents: Contents, make: Make = in_memory) -> dict[s
             if earlier != name:
                 ties[name] = earlier
         return ties
-    return _by_values(path, contents, tensors, make)
+    return _by_values(contents, tensors, make)
 
 
 def _memory(leaf: Stored) -> tuple[Any, ...]:
@@ -186,7 +210,7 @@ def _memory(leaf: Stored) -> tuple[Any, ...]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _by_values(path: Path, contents: Contents, tensors: Mapping[str, Stored], make: Make) -> dict[str, str]:
+def _by_values(contents: Contents, tensors: Mapping[str, Stored], make: Make) -> dict[str, str]:
     """Matrices that have the same values, of which at most one was trained.
 
     An optimizer knows a tied weight by one name only. Vectors do not count, nor does a matrix of one value throughout:
@@ -194,7 +218,10 @@ def _by_values(path: Path, contents: Contents, tensors: Mapping[str, Stored], ma
     one, which costs nothing: what is loaded has the values that were saved.
     """
     trained = {
-        name for optimizer in contents.optimizers for group in optimizer["param_groups"] for name in group["params"]
+        name
+        for optimizer in contents.optimizers.values()
+        for group in optimizer["param_groups"]
+        for name in group["params"]
     }
     alike: dict[tuple[torch.Size, torch.dtype], list[str]] = defaultdict(list)
     for name, leaf in tensors.items():
@@ -205,19 +232,17 @@ def _by_values(path: Path, contents: Contents, tensors: Mapping[str, Stored], ma
         if len(names) < 2 or trained.issuperset(names):
             continue
         first: dict[bytes, str] = {}
-        for name, digest in _digests(path, {name: tensors[name] for name in names}, make, contents.metadata):
+        for name, digest in _digests(contents, {name: tensors[name] for name in names}, make):
             earlier = first.setdefault(digest, name)
             if earlier != name and not {earlier, name} <= trained:
                 ties[name] = earlier
     return ties
 
 
-def _digests(
-    path: Path, tensors: Mapping[str, Stored], make: Make, found: Metadata | None
-) -> Iterable[tuple[str, bytes]]:
+def _digests(contents: Contents, tensors: Mapping[str, Stored], make: Make) -> Iterable[tuple[str, bytes]]:
     """Of each tensor's bytes; none for a tensor of one value throughout."""
     wanted = [(stored, make(stored)) for stored in tensors.values()]
-    read_in_turns(path, wanted, found=found)
+    read_in_turns(contents.path, wanted, found=contents.metadata)
     for name, (_, tensor) in zip(tensors, wanted, strict=True):
         values = tensor.contiguous().view(-1)
         if values.numel() and not values.eq(values[0]).all():

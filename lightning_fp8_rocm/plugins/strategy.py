@@ -6,9 +6,11 @@ strategy is too early for that.
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from weakref import WeakSet
 
@@ -21,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.distributed import checkpoint as files
-from lightning_fp8_rocm.distributed import fsdp, sharding, units
+from lightning_fp8_rocm.distributed import fsdp, publish, sharding, storage, units
 from lightning_fp8_rocm.distributed.faults import Watcher, raise_together, same_on_all_ranks
 from lightning_fp8_rocm.distributed.materialise import check_materialisable
 from lightning_fp8_rocm.distributed.model import GradientSync, ShardedModel, ShardingReport
@@ -448,6 +450,52 @@ class FSDP2StrategyMixin:
 
     def _versions(self) -> dict[str, Any]:
         return {"version": version("lightning-fp8-rocm"), "torch": str(torch.__version__)}
+
+    @contextmanager
+    def verified(self, path: Path) -> Iterator[Path]:
+        """The span in which all ranks read a checkpoint, without collectives; gives where it is.
+
+        Raises:
+            FileNotFoundError: Nothing is there.
+            ValueError: It is damaged, or no checkpoint.
+            ReplacedError: Another process replaced it meanwhile.
+            DistributedError: Ranks see different ones, or what one raised in the span, on all ranks.
+        """
+        found, notice = self.broadcast(publish.find(path))
+        before: tuple[int, ...] = ()
+        with raise_together(f"loading {path}"):
+            storage.check_readable(found)
+            before = storage.identity(found)
+        if notice is not None:
+            rank_zero_warn(notice)
+        self._saver.check_sound(found)
+        with raise_together(f"loading {path}"), storage.unchanged(found):
+            if storage.identity(found) != before:
+                raise storage.replaced(found)
+            yield found
+
+    @staticmethod
+    def warn_unless_verified(found: Path, own: Mapping[str, Any] | None) -> None:
+        """Say of a directory of ours that it could not be checked."""
+        if own is not None and found.is_dir() and not (found / publish.MANIFEST_NAME).is_file():
+            rank_zero_warn(
+                f"The checkpoint {str(found)!r} has lost its {publish.MANIFEST_NAME}: it was loaded without being"
+                " verified. Copy all files of a checkpoint."
+            )
+
+    def own_part_of(self, own: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What this rank itself saved; None, and a word of it, where other ranks saved."""
+        ranks = own.get("ranks")
+        if ranks is None:
+            return None
+        if len(ranks) != self.world_size:
+            say(
+                f"The checkpoint was saved by {len(ranks)} rank(s) and is loaded by {self.world_size}: random numbers"
+                " start anew, batches are divided otherwise, and a dataloader that saves its state gets that of rank 0."
+            )
+            return None
+        part: dict[str, Any] = ranks[self.global_rank]
+        return part
 
     def _wait_for_the_last_checkpoint(self) -> None:
         """Where something else is to be raised, or nothing any more."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,17 +367,7 @@ class TrainerStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101,
         self._saver.wait()
         path = publish.local_path(self.broadcast(os.fspath(checkpoint_path)))
         is_fitting = _is_fitting(self.lightning_module.trainer)
-        found, notice = self.broadcast(publish.find(path))
-        before: tuple[int, ...] = ()
-        with raise_together(f"loading {path}"):
-            storage.check_readable(found)
-            before = storage.identity(found)
-        if notice is not None:
-            rank_zero_warn(notice)
-        self._saver.check_sound(found)
-        with raise_together(f"loading {path}"), storage.unchanged(found):  # reading needs no collectives
-            if storage.identity(found) != before:
-                raise storage.replaced(found)
+        with self.verified(path) as found:
             checkpoint = files.load(
                 found,
                 self.model,
@@ -386,12 +377,21 @@ class TrainerStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101,
             )
             if is_fitting:
                 self._restore_rank(checkpoint)
-        if storage.OWN_KEY in checkpoint and found.is_dir() and not (found / publish.MANIFEST_NAME).is_file():
-            rank_zero_warn(
-                f"The checkpoint {str(found)!r} has lost its {publish.MANIFEST_NAME}: it was loaded without being"
-                " verified. Copy all files of a checkpoint."
-            )
+        self.warn_unless_verified(found, checkpoint.get(storage.OWN_KEY))
+        if storage.VERSION_KEY not in checkpoint:
+            self._fill_up(checkpoint, found)
         return checkpoint
+
+    def _fill_up(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Add what Lightning looks for in every checkpoint to one that no Trainer has saved."""
+        rank_zero_warn(
+            f"The checkpoint {str(path)!r} was saved by Fabric: it has no loops, schedulers and callbacks of a Trainer."
+            " Weights, and optimizer states where training continues, are those of the checkpoint; epochs and steps are"
+            " counted from 0, schedulers and callbacks start anew."
+        )
+        checkpoint[storage.VERSION_KEY] = import_module(self._flavour.pytorch).__version__
+        for key, empty in (("epoch", 0), ("global_step", 0), ("lr_schedulers", []), ("callbacks", {})):
+            checkpoint.setdefault(key, empty)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -417,16 +417,9 @@ class TrainerStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101,
 
     def _restore_rank(self, checkpoint: dict[str, Any]) -> None:
         """Take what this rank itself saved: its random numbers, and where its dataloaders are."""
-        ranks = checkpoint.get(storage.OWN_KEY, {}).get("ranks")
-        if ranks is None:
+        own = self.own_part_of(checkpoint.get(storage.OWN_KEY, {}))
+        if own is None:
             return
-        if len(ranks) != self.world_size:
-            say(
-                f"The checkpoint was saved by {len(ranks)} rank(s) and is loaded by {self.world_size}: random numbers"
-                " start anew, batches are divided otherwise, and a dataloader that saves its state gets that of rank 0."
-            )
-            return
-        own = ranks[self.global_rank]
         if own["dataloaders"] is not None:
             _set_loader_states(checkpoint, own["dataloaders"])
         self._random_states = own["random"]

@@ -77,7 +77,31 @@ def _train(path: Path) -> dict[str, list[float]]:
     last = fit("later", "32-true", tied=True, epochs=3, resume=path / "tied.ckpt")
     fit("rows", FP8Precision("rowwise"), tied=False, epochs=1, callbacks=[EMA(0.5)])
     fit("fnuz", FP8Precision("tensorwise", fp8_format="fnuz"), tied=True, epochs=1)
+    _train_in_a_loop(path)
     return {"losses": last.losses}
+
+
+def _train_in_a_loop(path: Path) -> None:
+    """What Fabric saves: the Hugging Face model itself, in both forms, and two models in one checkpoint."""
+    from llama import config
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaForCausalLM
+
+    from lightning_fp8_rocm.distributed.objects import collect
+    from lightning_fp8_rocm.distributed.saver import Saver
+
+    model = LlamaForCausalLM(config(tied=True))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
+    optimizer.step()
+    state = {"llama": model, "adam": optimizer, "step": 1, "callbacks": "none"}
+    for name, full, more in (
+        ("loop", False, {}),
+        ("loop-full", True, {}),
+        ("two", False, {"head": model.lm_head}),
+    ):
+        Saver().save(path / f"{name}.ckpt", *collect(state | more, full=full), full=full)
 
 
 class Runs(NamedTuple):
@@ -226,6 +250,68 @@ def write_lightnings(path: Path, state: dict[str, Tensor], rest: Any) -> None:
 
     save({"state_dict": state}, checkpoint_id=path, no_dist=True)
     torch.save(rest, path / "meta.pt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of Fabric
+
+
+def test_a_directory_of_fabric_becomes_the_one_file_that_fabric_writes(run: Any, runs: Runs, tmp_path: Path) -> None:
+    code, out, _ = run("consolidate", runs.checkpoint("loop"), str(tmp_path / "one.ckpt"))
+    assert code == 0
+    assert "21 tensors of the model, the states of 1 optimizers" in out
+    made = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    written = torch.load(runs.checkpoint("loop-full"), weights_only=True)
+    assert set(made) == set(written) == {"llama", "adam", "step", "callbacks", "fp8_rocm"}
+    assert made["llama"].keys() == written["llama"].keys()
+    assert all(torch.equal(made["llama"][name], value) for name, value in written["llama"].items())
+    assert made["llama"]["lm_head.weight"].data_ptr() == made["llama"]["model.embed_tokens.weight"].data_ptr()
+    assert made["adam"]["param_groups"] == written["adam"]["param_groups"]
+    for name, state in written["adam"]["state"].items():
+        assert all(torch.equal(made["adam"]["state"][name][key], value) for key, value in state.items())
+    assert made["fp8_rocm"] == written["fp8_rocm"]
+    assert "22 tensors of 2 models" in run("consolidate", runs.checkpoint("two"), str(tmp_path / "two.ckpt"))[1]
+
+
+@pytest.mark.parametrize("name", ["loop", "loop-full"])
+def test_the_one_model_of_fabric_is_exported(run: Any, runs: Runs, tmp_path: Path, name: str) -> None:
+    source = runs.checkpoint(name)
+    said = fails(run("export", source, str(tmp_path / "a"), "--prefix", "net."))
+    assert "or an empty one if the module itself is" in said
+    code, out, _ = run("export", source, str(tmp_path / "a"), "--prefix", "", "--config", runs.config(True))
+    assert code == 0
+    assert "Tied, written once: lm_head.weight is model.embed_tokens.weight" in out
+    weights = torch.load(runs.checkpoint("loop-full"), weights_only=True)["llama"]
+    assert torch.equal(logits(tmp_path / "a", dtype="auto"), logits_of(weights, True))
+
+
+def test_of_several_models_of_fabric_none_is_exported(run: Any, runs: Runs, tmp_path: Path) -> None:
+    said = fails(run("export", runs.checkpoint("two"), str(tmp_path / "a"), "--prefix", ""))
+    assert "to be a checkpoint of one model, but it has 2: head, llama" in said
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["loop", "two"])
+def test_inspect_shows_the_keys_of_fabric(run: Any, runs: Runs, name: str) -> None:
+    code, out, _ = run("inspect", runs.checkpoint(name))
+    assert code == 0
+    lines = out.splitlines()
+    # The tied weight, 64 x 32, is there under both of its names, and was trained once. Two moments and a step, in fp32.
+    weights = torch.load(runs.checkpoint("loop-full"), weights_only=True)["llama"]
+    elements = sum(value.numel() for value in weights.values())
+    trained = elements - 64 * 32
+    assert [" ".join(line.split()) for line in lines if not line.startswith(("│", "┏", "┃", "┡", "└", "├"))] == [
+        "form directory of shards, of 2 rank(s)",
+        f"model 'llama' {len(weights)} tensors, {elements:,} elements, {files.human(4 * elements)}",
+        *(["model 'head' 1 tensors, 2,048 elements, 8.2 kB"] if name == "two" else []),
+        f"optimizer 'adam' {files.human(4 * (2 * trained + len(weights) - 1))}",
+        "other keys 'callbacks', 'step'",
+        "written by not recorded",
+        "fp8 none recorded",
+        "files sound",
+    ]
+    titles = [line.split()[1:3] for line in lines if line.startswith("│ of ")]
+    assert titles == ([["of", "'llama'"], ["of", "'head'"]] if name == "two" else [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import io
 import pickle
 import pickletools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, RanksFailedError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
@@ -19,11 +20,15 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_fp8_rocm.distributed.checkpoint import load, model_state, optimizer_state
+from lightning_fp8_rocm.distributed.objects import collect
 from lightning_fp8_rocm.distributed.publish import MANIFEST_NAME
 from lightning_fp8_rocm.distributed.saver import Saver
 from lightning_fp8_rocm.distributed.storage import META_NAME, check_readable
 
-FORMS = ("sharded", "full")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from nets import FORMS, Marked, Net, Tied, assert_plain, build, everything, listed, shard, train
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.05, foreach=True),
     "adamw_fused": lambda parameters: AdamW(parameters, lr=0.05, fused=True),
@@ -31,109 +36,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
 }
 REST = {"epoch": 3, "lr_schedulers": [], "callbacks": {"Mean": {"total": torch.ones(2)}}}
-
-
-class Marked(torch.Tensor):
-    """A shard with a mark: ordinary storage, another class."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-
-class Net(nn.Module):
-    """7 and 5 rows are uneven on 2 and 3 ranks; of 2 rows the third rank has none."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5)) for _ in range(2)
-        )
-        self.head = nn.Linear(5, 2)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        x = self.frozen(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x) * self.scale.sum()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.block = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x @ self.embedding.weight.T @ self.embedding.weight))
-
-
-def build(kind: type[nn.Module] = Net, **kwargs: Any) -> Any:
-    torch.manual_seed(1)
-    return kind(**kwargs)
-
-
-def shard(model: nn.Module, mark: bool = False) -> Any:
-    for block in getattr(model, "blocks", [getattr(model, "block", None)]):
-        if block is not None:
-            fully_shard(block)
-    fully_shard(model)
-    if mark:
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter._local_tensor = parameter._local_tensor.detach().as_subclass(Marked)
-    return model
-
-
-def train(model: nn.Module, *optimizers: Optimizer, first: int = 0, steps: int = 2) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for step in range(first, first + steps):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(x).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-
-def listed(value: Any) -> Any:
-    """Tensors as lists, bit for bit comparable, and fit for a pipe."""
-    if isinstance(value, Tensor):
-        assert type(value) is Tensor
-        assert value.device.type == "cpu"
-        return str(value.dtype), tuple(value.shape), value.tolist()
-    if isinstance(value, dict):
-        return {key: listed(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [listed(each) for each in value]
-    return value
-
-
-def everything(model: nn.Module, *optimizers: Optimizer) -> Any:
-    """The whole state, the same on all ranks."""
-    box = [
-        [
-            listed(model_state(model, full=True)),
-            *(listed(optimizer_state(model, optimizer, full=True)) for optimizer in optimizers),
-        ]
-    ]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def assert_plain(value: Any) -> None:
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            assert_plain(each)
-    elif isinstance(value, DTensor):
-        assert type(value._local_tensor) is Tensor
-    elif isinstance(value, Tensor):
-        assert type(value) is Tensor
 
 
 def save(path: str, form: str, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -783,19 +685,43 @@ def test_objects_are_unpickled_only_when_asked(ranks: Ranks, tmp_path: Path) -> 
     ranks(2, objects, str(tmp_path))
 
 
-def of_others(folder: str) -> None:
-    from lightning.fabric.strategies.model_parallel import _save_checkpoint
+def of_fabric(folder: str) -> None:
+    for form in FORMS:
+        model, other = shard(build(), mark=True), shard(Tied())
+        optimizers = AdamW(model.head.parameters(), lr=0.05), SGD(model.blocks.parameters(), lr=0.1, momentum=0.5)
+        train(model, *optimizers)
+        saved = everything(model, *optimizers)
+        state = {"net": model, "slow": optimizers[1], "fast": optimizers[0], "step": 3}
+        Saver().save(Path(folder, form), *collect(state, full=form == "full"), full=form == "full")
+        state |= {"other": other}
+        Saver().save(Path(folder, f"{form}2"), *collect(state, full=form == "full"), full=form == "full")
 
+        torch.manual_seed(9)
+        fresh = shard(Net())
+        ours = AdamW(fresh.head.parameters(), lr=0.1), SGD(fresh.blocks.parameters(), lr=0.2, momentum=0.1)
+        rest = read(f"{folder}/{form}", fresh, ours[1], ours[0])  # in the order saved
+        assert rest["step"] == 3
+        assert everything(fresh, *ours) == saved
+        refused(fresh, list(ours), f"{folder}/{form}2", "one model, but it has 2: net, other")
+
+
+def test_a_trainer_reads_the_one_model_of_fabric_and_its_optimizers_in_their_order(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2, of_fabric, str(tmp_path))
+
+
+def of_others(folder: str) -> None:
     model = shard(build())
-    _save_checkpoint(Path(folder, "fabric"), {"model": model, "step": 1}, False, dist.get_rank())
     if dist.get_rank() == 0:
         torch.save({"weight": torch.ones(2)}, f"{folder}/weights.pt")
+        torch.save([torch.ones(2)], f"{folder}/list.pt")
     dist.barrier()
-    refused(model, [], f"{folder}/fabric", "it has no 'state_dict'", "Found: model", "`fabric.load`")
-    refused(model, [], f"{folder}/weights.pt", "it has no 'state_dict'", "Found: weight", "`load_state_dict`")
+    refused(model, [], f"{folder}/weights.pt", "has no model", "Found: weight", "`load_state_dict`")
+    refused(model, [], f"{folder}/list.pt", "is no checkpoint: expected a dict, but it holds a list")
 
 
-def test_what_no_trainer_wrote_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_neither_a_trainer_nor_fabric_wrote_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, of_others, str(tmp_path))
 
 

@@ -1,0 +1,11 @@
+"""``Fabric(strategy="fsdp2_fp8")``."""
+
+from lightning.fabric.strategies.parallel import ParallelStrategy
+
+from lightning_fp8_rocm.plugins.fabric import FabricStrategyMixin
+from lightning_fp8_rocm.plugins.flavour import LIGHTNING
+
+
+class FSDP2FP8Strategy(FabricStrategyMixin, ParallelStrategy):  # noqa: D101, the mixin's
+    __doc__ = FabricStrategyMixin.__doc__
+    _flavour = LIGHTNING
