@@ -1,3 +1,4 @@
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ from lightning_fp8_rocm.registration import register
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     def installed(distribution: str, version: str) -> None:
-        real = versions.version
-        monkeypatch.setattr(versions, "version", lambda name: version if name == distribution else real(name))
+        real = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == distribution else real(name))
 
     return installed
 
@@ -47,9 +48,9 @@ def test_a_pretended_rocm_build_or_nightly_is_supported(pretend: Any, version: s
 
 def test_a_build_without_metadata_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
-        raise versions.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", absent)
+    monkeypatch.setattr(importlib.metadata, "version", absent)
     versions.check_installed("torch")
 
 

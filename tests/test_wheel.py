@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,11 +30,16 @@ print("trained", lightning_fp8_rocm.__version__)
 """
 
 
-def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
-    built, target = tmp_path / "dist", tmp_path / "site"
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(ROOT)]
+def wheel_of(source: Path, into: Path) -> Path:
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(into), str(source)]
     subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    wheel = wheel_of(ROOT, tmp_path / "dist")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     assert sorted(p.name for p in target.iterdir() if "dist-info" not in p.name) == ["bin", "lightning_fp8_rocm"]
@@ -50,3 +56,12 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "trained 0.1.0" in done.stdout
+
+
+def test_the_wheel_of_autoload_is_one_pth_file_and_needs_this_package(tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel_of(ROOT / "autoload", tmp_path)) as wheel:
+        (pth,) = (name for name in wheel.namelist() if ".dist-info/" not in name)
+        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        assert pth == "lightning_fp8_rocm_autoload.pth"  # at the top, where Python looks for it
+        assert wheel.read(pth) == b"import lightning_fp8_rocm\n"
+        assert "Requires-Dist: lightning-fp8-rocm\n" in wheel.read(metadata).decode()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_fp8_rocm.distributed import objects, publish, sharding, storage
@@ -362,13 +363,18 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
                 sharding.broadcast_buffers(each)
         shards, rest = objects.collect(state, full=self._saves_one_file, copy=self.async_checkpoint, filter=filter)
         resumes = any(isinstance(each, Optimizer) for each in state.values())
-        rest[storage.OWN_KEY] = {**rest.get(storage.OWN_KEY, {}), **self._versions(), **self._facts(state)}
+        loaders = {key: each.state_dict() for key, each in _loaders(state).items()} if resumes else {}
+        own = rest[storage.OWN_KEY]
+        models = {key: state[key] for key in own[storage.MODELS_FACT]}
+        precision = self.precision
+        facts = precision.facts_of(models) if isinstance(precision, FabricPrecisionMixin) else {}
+        rest[storage.OWN_KEY] = {**own, **self._versions(), **facts}
         self._saver.save(
             place,
             shards,
             rest,
             full=self._saves_one_file,
-            own={"random": random_states(self.root_device), "dataloaders": None} if resumes else None,
+            own={"random": random_states(self.root_device), "dataloaders": loaders} if resumes else None,
             background=self.async_checkpoint,
         )
 
@@ -394,15 +400,13 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         if isinstance(wanted, Mapping) and any(isinstance(each, Optimizer) for each in wanted.values()):
             part = self.own_part_of(own or {})
             if part is not None:
+                for key, loader in _loaders(wanted).items():  # of which the rest has the state of rank 0
+                    if key in (part["dataloaders"] or {}):
+                        loader.load_state_dict(part["dataloaders"][key])
                 set_random_states(part["random"], self.root_device)
         return rest
 
     # ---- how
-
-    def _facts(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        precision = self.precision
-        modules = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
-        return precision.facts_of(modules) if isinstance(precision, FabricPrecisionMixin) else {}
 
     def _models_of(self, optimizer: Optimizer) -> list[ShardedModel]:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -478,6 +482,11 @@ class _GradientSync:
         model = self._strategy._models[_without_wrapper(module)]
         with model.without_gradient_sync() if enabled else nullcontext():
             yield
+
+
+def _loaders(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Dataloaders that save where they are, each rank its own."""
+    return {key: each for key, each in state.items() if isinstance(each, DataLoader) and hasattr(each, "state_dict")}
 
 
 def _without_wrapper(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`fabric.save` and `fabric.load` under `strategy="fsdp2_fp8"`; and the Trainer loads what Fabric saved, and Fabric its."""
+"""`fabric.save` and `fabric.load` under `strategy="fsdp2_fp8"`; the Trainer loads what Fabric saved, and Fabric its."""
 
 import random
 import warnings
@@ -82,6 +82,46 @@ def test_a_run_continues_bit_for_bit_from_what_it_saved(ranks: Ranks, name: str,
 
 def test_a_run_continues_from_what_was_written_while_it_went_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, resumed, "lightning", "sharded", str(tmp_path), True) == [[True] * 6] * 2
+
+
+class Remembers(DataLoader[int]):
+    """Knows how far it came, which is different on each rank."""
+
+    position = 0
+
+    def __iter__(self) -> Any:
+        for index in range(self.position, 8):
+            self.position = index + 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def read_on(path: str, saves: bool) -> tuple[int, bool]:
+    with fabric_of() as fabric:
+        loader = fabric.setup_dataloaders(Remembers(range(8)), use_distributed_sampler=False)
+        metric = nn.BatchNorm1d(2)  # a module that is not sharded
+        state = {**made(fabric, Net()), "loader": loader, "metric": metric}
+        if saves:
+            for index, _ in enumerate(loader):
+                if index == fabric.global_rank + 1:
+                    break
+            metric.running_mean.fill_(5)
+            fabric.save(path, state)
+        else:
+            fabric.load(path, state)
+        return next(iter(loader)), bool(metric.running_mean.eq(5).all())
+
+
+def test_each_rank_reads_on_where_it_was_and_other_ranks_where_the_first_was(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    assert ranks(2, read_on, path, True) == [(2, True), (3, True)]
+    assert ranks(2, read_on, path, False) == [(2, True), (3, True)]
+    assert ranks(3, read_on, path, False) == [(2, True)] * 3
 
 
 def saved(form: str, path: str) -> dict[str, Tensor]:
