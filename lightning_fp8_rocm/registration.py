@@ -227,13 +227,14 @@ def _name_other_modules(module: ModuleType, entry: _Entry) -> None:
     def unwrapped(model: object) -> Any:
         try:
             return original(model)
-        except TypeError as error:
-            theirs = next((each for each in _ENTRIES if each != entry and each.is_module(model)), None)
+        except (TypeError, ValueError) as error:  # the second of a module that `torch.compile` has wrapped
+            inner = getattr(model, "_orig_mod", model)
+            theirs = next((each for each in _ENTRIES if each != entry and each.is_module(inner)), None)
             if theirs is None:
                 raise
             ours, other = entry.package, theirs.package
             raise TypeError(
-                f"{type(model).__name__} is a LightningModule of `{other}`, but was passed to a Trainer of `{ours}`,"
+                f"{type(inner).__name__} is a LightningModule of `{other}`, but was passed to a Trainer of `{ours}`,"
                 f" which are two packages with classes of their own. Import both from one: `import {ours} as pl`, or"
                 f" `import {other} as pl`."
             ) from error

@@ -4,4 +4,5 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "pytorch"), str(HERE / "fabric")]
 
-from ranks import ranks  # noqa: E402, F401, the fixture for every test
+from flavours import pl  # noqa: E402, F401, a fixture for every test
+from ranks import ranks  # noqa: E402, F401, another one

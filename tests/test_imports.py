@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import flavours
 import pytest
+from flavours import Lightning
 
 import lightning_fp8_rocm
-from lightning_fp8_rocm import FP8Precision, FP8Recipe, Operand, Product
+from lightning_fp8_rocm import FP8Recipe, Operand, Product
 
 PACKAGE = Path(lightning_fp8_rocm.__file__).parent
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
@@ -30,10 +32,18 @@ def python(code: str) -> str:
 STEPS = {
     "the package": "import lightning_fp8_rocm",
     "a recipe": "lightning_fp8_rocm.FP8Recipe",
-    "the mixins": "import lightning_fp8_rocm.plugins",
-    "the plugin": "lightning_fp8_rocm.FP8Precision",
+    "the mixins": "from lightning_fp8_rocm.plugins import ema, fabric, precision, strategy, trainer",
+    "the classes for Fabric": """
+from lightning_fp8_rocm.{fabric}.precision import FP8Precision as FabricFP8Precision
+from lightning_fp8_rocm.{fabric}.strategy import FSDP2FP8Strategy as FabricFSDP2FP8Strategy
+""",
+    "the classes for the Trainer": """
+from {FP8Precision} import FP8Precision
+from {FSDP2FP8Strategy} import FSDP2FP8Strategy
+from {EMA} import EMA
+""",
     # Whoever asks for a device from here on is told off.
-    "the plugin, made three times": """
+    "all classes, constructed": """
 import torch
 
 def told_off(*args, **kwargs):
@@ -43,21 +53,25 @@ for name in ("_lazy_init", "is_available", "device_count", "current_device", "ge
              "get_device_capability", "get_device_name"):
     setattr(torch.cuda, name, told_off)
 product = lightning_fp8_rocm.Product(lightning_fp8_rocm.Operand("row"), lightning_fp8_rocm.Operand("row"))
-lightning_fp8_rocm.FP8Precision()
-lightning_fp8_rocm.FP8Precision(recipe="rowwise", include=["*"], fp8_format="fnuz", on_unsupported="emulate")
-lightning_fp8_rocm.FP8Precision(recipe=lightning_fp8_rocm.FP8Recipe(product, product, None))
-from lightning_fp8_rocm.fabric.precision import FP8Precision
-FP8Precision(recipe="rowwise_with_gw_hp")
+for each in (FP8Precision, FabricFP8Precision):
+    each()
+    each(recipe="rowwise", include=["*"], fp8_format="fnuz", on_unsupported="emulate")
+    each(recipe=lightning_fp8_rocm.FP8Recipe(product, product, None))
+for each in (FSDP2FP8Strategy, FabricFSDP2FP8Strategy):
+    each()
+    each(auto_wrap_policy=["Block"], activation_checkpointing_policy="full", device_mesh=(1, 2), compile=True)
+EMA()
 """,
 }
 
 
 @pytest.fixture(scope="module")
-def after() -> dict[str, set[str]]:
+def after(pl: Lightning) -> dict[str, set[str]]:
     """Which of the heavy packages are in `sys.modules` after each step, all steps in one process."""
+    rooms = {"fabric": pl.fabric_room, **{name: pl.class_path(name).rpartition(".")[0] for name in flavours.HOMES}}
     lines = ["import json, sys", "seen = {}"]
     for name, code in STEPS.items():
-        lines += [code, f"seen[{name!r}] = sorted({HEAVY!r} & sys.modules.keys())"]
+        lines += [code.format(**rooms), f"seen[{name!r}] = sorted({HEAVY!r} & sys.modules.keys())"]
     lines.append("print(json.dumps(seen))")
     return {name: set(found) for name, found in json.loads(python("\n".join(lines))).items()}
 
@@ -74,17 +88,20 @@ def test_the_mixins_import_torch_alone(after):
     assert after["the mixins"] == {"torch"}
 
 
-def test_asking_for_the_plugin_imports_lightning_and_no_torchao(after):
-    assert "lightning" in after["the plugin"]
-    assert "torchao" not in after["the plugin"]
+def test_the_classes_import_the_lightning_that_they_are_for_and_no_other(after, pl: Lightning):
+    of_fabric = {pl.fabric.partition(".")[0]}
+    of_trainer = of_fabric | {pl.package.partition(".")[0]}  # the Trainer stands on Fabric
+    assert after["the classes for Fabric"] & LIGHTNING == of_fabric
+    assert after["the classes for the Trainer"] & LIGHTNING == of_trainer
+    assert after["all classes, constructed"] & LIGHTNING == of_trainer
 
 
-def test_constructing_the_plugin_imports_no_torchao_and_asks_no_device(after):
-    assert "torchao" not in after["the plugin, made three times"]
+def test_asking_for_the_classes_imports_no_torchao(after):
+    assert "torchao" not in after["the classes for the Trainer"]
 
 
-def test_the_plugin_imports_one_flavour_of_lightning(after):
-    assert after["the plugin, made three times"] & LIGHTNING == {"lightning"}
+def test_constructing_them_imports_no_torchao_and_asks_no_device(after):
+    assert "torchao" not in after["all classes, constructed"]
 
 
 def test_float8_imports_no_lightning_and_starts_no_processes():
@@ -124,11 +141,11 @@ MAY_NOT_IMPORT = {
     "plugins": LIGHTNING,
     "pytorch": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
     "fabric": LIGHTNING - {"lightning"} | {"lightning.pytorch", "torchao"},
+    "pytorch_lightning": LIGHTNING - {"pytorch_lightning"} | {"torchao"},
+    "lightning_fabric": LIGHTNING - {"lightning_fabric"} | {"torchao"},
     "callbacks": LIGHTNING - {"lightning"} | {"lightning.fabric", "torchao"},
     "cli": LIGHTNING,
 }
-# What the strategies of `lightning.pytorch` take from there themselves.
-EXCEPT = {"pytorch": {"lightning.fabric.utilities"}}
 
 
 def imports(source: str) -> set[str]:
@@ -173,7 +190,7 @@ def room_of(path: Path) -> str:
 
 def test_every_room_has_a_rank():
     rooms = {room_of(path) for path in MODULES}
-    assert {"hardware", "float8", "plugins", "pytorch", "fabric"} <= rooms
+    assert {"hardware", "float8", "plugins", "pytorch", "fabric", "pytorch_lightning", "lightning_fabric"} <= rooms
     assert rooms <= RANK.keys() | BESIDE
 
 
@@ -182,16 +199,33 @@ def test_imports_point_one_way(path):
     assert arrows_that_point_wrong(room_of(path), (PACKAGE / path).read_text()) == []
 
 
+def imports_that_are_forbidden(in_room: str, source: str) -> list[str]:
+    """The imports of packages that a module in `in_room` must not know."""
+    forbidden = MAY_NOT_IMPORT.get(in_room, set())
+    return [name for name in imports(source) if any(f"{name}.".startswith(f"{each}.") for each in forbidden)]
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_room_imports_only_what_it_may_know(path):
-    forbidden = MAY_NOT_IMPORT.get(room_of(path), set())
-    names = imports((PACKAGE / path).read_text())
+    assert imports_that_are_forbidden(room_of(path), (PACKAGE / path).read_text()) == []
 
-    def is_one_of(name: str, packages: set[str]) -> bool:
-        return any(f"{name}.".startswith(f"{each}.") for each in packages)
 
-    allowed = EXCEPT.get(room_of(path), set())
-    assert [name for name in names if is_one_of(name, forbidden) and not is_one_of(name, allowed)] == []
+@pytest.mark.parametrize(
+    ("in_room", "source"),
+    [
+        ("plugins", "from pytorch_lightning import Callback"),
+        ("pytorch", "from pytorch_lightning.strategies import ParallelStrategy"),
+        ("pytorch", "from lightning.fabric.plugins import Precision"),
+        ("fabric", "from lightning.pytorch.plugins import Precision"),
+        ("pytorch_lightning", "from lightning.pytorch.plugins import Precision"),
+        ("pytorch_lightning", "from lightning_fabric.plugins import Precision"),
+        ("lightning_fabric", "from pytorch_lightning.plugins import Precision"),
+        ("lightning_fabric", "from lightning.fabric.plugins import Precision"),
+        ("lightning_fabric", "def later():\n    import torchao"),
+    ],
+)
+def test_a_pretended_import_of_another_lightning_is_found(in_room, source):
+    assert len(imports_that_are_forbidden(in_room, source)) == 1
 
 
 @pytest.mark.parametrize(
@@ -200,6 +234,8 @@ def test_a_room_imports_only_what_it_may_know(path):
         ("hardware", "from lightning_fp8_rocm.float8.recipe import FP8Recipe"),
         ("float8", "def later():\n    import lightning_fp8_rocm.plugins"),
         ("pytorch", "from lightning_fp8_rocm.fabric.precision import FP8Precision"),
+        ("pytorch_lightning", "from lightning_fp8_rocm.pytorch.precision import FP8Precision"),
+        ("lightning_fabric", "from lightning_fp8_rocm.pytorch_lightning.precision import FP8Precision"),
         ("registration", "from lightning_fp8_rocm.pytorch.precision import FP8Precision"),
         ("plugins", "from lightning_fp8_rocm import registration"),
     ],
@@ -224,7 +260,9 @@ def test_a_public_name_resolves_to_itself_and_stands_in_dir(name):
 def test_the_type_checker_sees_the_names_that_there_are():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    declared = {alias.name: node.module for node in block.body for alias in node.names}
+    declared = {
+        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     homes = {name: f"lightning_fp8_rocm.{home}" for name, home in lightning_fp8_rocm._HOME.items()}
     assert declared == homes
     assert set(lightning_fp8_rocm.__all__) == set(homes)
@@ -246,15 +284,20 @@ def test_a_recipe_pickles():
     assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 
+@pytest.mark.parametrize("owner", ["Trainer", "Fabric"])
 @pytest.mark.parametrize("recipe", ["rowwise", FP8Recipe(Product(Operand(), Operand()), None, None)], ids=type)
-def test_the_plugin_pickles(recipe):
-    plugin = FP8Precision(recipe=recipe, exclude=["head"], weights_dtype="bfloat16", fp8_format="ocp")
+def test_the_plugin_pickles(pl: Lightning, owner, recipe):
+    kind = pl.FP8Precision if owner == "Trainer" else pl.for_fabric("FP8Precision")
+    plugin = kind(recipe=recipe, exclude=["head"], weights_dtype="bfloat16", fp8_format="ocp")
     again = pickle.loads(pickle.dumps(plugin))
-    assert type(again) is FP8Precision
+    assert type(again) is kind
     assert vars(again) == vars(plugin)
 
 
-def test_a_pickle_names_the_public_path_of_the_plugin():
-    assert f"{FP8Precision.__module__}.{FP8Precision.__qualname__}" == (
-        "lightning_fp8_rocm.pytorch.precision.FP8Precision"
-    )
+def test_pickles_name_the_public_paths_of_the_classes(pl: Lightning):
+    found = [pl.FP8Precision, pl.FSDP2FP8Strategy, pl.for_fabric("FP8Precision"), pl.for_fabric("FSDP2FP8Strategy")]
+    assert [f"{kind.__module__}.{kind.__qualname__}" for kind in found] == [
+        f"lightning_fp8_rocm.{room}.{name}"
+        for room in (pl.room, pl.fabric_room)
+        for name in ("precision.FP8Precision", "strategy.FSDP2FP8Strategy")
+    ]

@@ -42,24 +42,6 @@ def in_memory(stored: Stored) -> Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype)
 
 
-def whole_checkpoint(path: Path, *, weights_only: bool | None = True) -> dict[str, Any]:
-    """Read a checkpoint of either form, whole.
-
-    Args:
-        path: The directory of shards, or the file.
-        weights_only: As for ``torch.load``, for what is not a tensor. None is torch's default, which is True.
-
-    Returns:
-        See :func:`assembled`.
-
-    Raises:
-        ValueError: It is no checkpoint.
-        pickle.UnpicklingError: It holds objects that ``weights_only`` forbids.
-        RuntimeError: A shard could not be read.
-    """
-    return assembled(open_checkpoint(path, weights_only=weights_only))
-
-
 def assembled(
     contents: Contents, make: Make = in_memory, after: Callable[[int], None] = lambda size: None
 ) -> dict[str, Any]:
@@ -112,7 +94,7 @@ def load(
         path: The directory of shards, or the file. Of Fabric, it has one model.
         version: Of Lightning, for a checkpoint of Fabric, which has none.
         map_location: A device for the tensors; anything else leaves them in memory of the host.
-        weights_only: See :func:`whole_checkpoint`.
+        weights_only: As for ``torch.load``, for what is not a tensor. None is torch's default, which is True.
 
     Raises:
         FileNotFoundError: Nothing is there.

@@ -3,24 +3,19 @@
 import copy
 import signal
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from models import trainer
+from flavours import BOTH, Lightning, over
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_fp8_rocm.callbacks.ema import EMA
-from lightning_fp8_rocm.pytorch.precision import FP8Precision
-from lightning_fp8_rocm.pytorch.strategy import FSDP2FP8Strategy
 
 WIDTH = 32
 DECAY = 0.5
@@ -36,7 +31,7 @@ class Tied(nn.Module):
         return self.other(self.one(x).tanh())
 
 
-class Net(L.LightningModule):
+class Net:
     """Of two ranks one has 2 rows of `uneven` and no row of `single`; `gain` belongs to the module itself."""
 
     batches = 4
@@ -90,32 +85,32 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def trained(module: L.LightningModule) -> dict[str, Tensor]:
+def trained(module: Any) -> dict[str, Tensor]:
     return whole({name: p for name, p in module.named_parameters() if p.requires_grad})
 
 
-def averages(ema: EMA) -> dict[str, Tensor]:
+def averages(ema: Any) -> dict[str, Tensor]:
     return whole(ema.state_dict()["weights"])
 
 
-class Record(L.Callback):
+class Record:
     """The trained weights after each optimizer step, and around each validation within `fit`."""
 
-    def __init__(self, ema: EMA) -> None:
+    def __init__(self, ema: Any) -> None:
         self.ema = ema
         self.steps: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
         self.averages: list[dict[str, Tensor]] = []
         self.changed: list[str] = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step > len(self.steps):
             self.steps.append(trained(module))
 
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         self.averages.append(averages(self.ema))
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
         now = trained(module)
         self.changed += [name for name, weight in self.steps[-1].items() if not now[name].equal(weight)]
@@ -138,21 +133,21 @@ def assert_averages(found: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 
 def fit(
-    ema: EMA, *callbacks: L.Callback, module: Net | None = None, ckpt_path: Path | None = None, **flags: Any
-) -> tuple[L.Trainer, Net]:
-    module = module or Net()
-    run = trainer(
+    pl: Lightning, ema: Any, *callbacks: Any, module: Any = None, ckpt_path: Path | None = None, **flags: Any
+) -> tuple[Any, Any]:
+    module = module or pl.module(Net)()
+    run = pl.trainer(
         flags.pop("precision", "32-true"), callbacks=[*callbacks, ema], **{"num_sanity_val_steps": 0, **flags}
     )
     run.fit(module, ckpt_path=ckpt_path)
     return run, module
 
 
-def loss_with(weights: dict[str, Tensor], **flags: Any) -> float:
+def loss_with(pl: Lightning, weights: dict[str, Tensor], **flags: Any) -> float:
     """The validation loss of a fresh module that was given some of its weights, under the same arguments."""
-    module = Net()
+    module = pl.module(Net)()
     module.load_state_dict(weights, strict=False)
-    (logged,) = trainer(flags.pop("precision", "32-true"), **flags).validate(module, verbose=False)
+    (logged,) = pl.trainer(flags.pop("precision", "32-true"), **flags).validate(module, verbose=False)
     return float(logged["loss"])
 
 
@@ -171,36 +166,38 @@ def loss_with(weights: dict[str, Tensor], **flags: Any) -> float:
     ids=str,
 )
 def test_the_averages_are_those_of_the_weights_after_the_optimizer_steps_that_count(
-    arguments: dict[str, int], accumulate: int, averaged: list[int]
+    pl: Lightning, arguments: dict[str, int], accumulate: int, averaged: list[int]
 ) -> None:
-    ema = EMA(DECAY, **arguments)
-    record = Record(ema)
-    fit(ema, record, max_epochs=2, accumulate_grad_batches=accumulate)
+    ema = pl.EMA(DECAY, **arguments)
+    record = pl.callback(Record)(ema)
+    fit(pl, ema, record, max_epochs=2, accumulate_grad_batches=accumulate)
     assert_averages(averages(ema), by_hand([record.steps[step - 1] for step in averaged]))
     assert ema.updates == len(averaged)
 
 
-def test_frozen_parameters_have_no_average_and_tied_ones_have_one() -> None:
-    ema = EMA(DECAY)
-    fit(ema, limit_val_batches=0)
+def test_frozen_parameters_have_no_average_and_tied_ones_have_one(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    fit(pl, ema, limit_val_batches=0)
     layers = {name.rpartition(".")[0] for name in ema.state_dict()["weights"]}
     assert layers == {"", "blocks.0.0", "blocks.1.0", "tied.one", "uneven", "single"}
 
 
-def test_a_parameter_that_is_thawed_joins_with_its_value_of_then_and_one_that_is_frozen_is_averaged_on() -> None:
-    class Exchange(L.Callback):
-        def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+def test_a_parameter_that_is_thawed_joins_with_its_value_of_then_and_one_that_is_frozen_is_averaged_on(
+    pl: Lightning,
+) -> None:
+    class Exchange(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
             if trainer.current_epoch == 1:
                 module.frozen.requires_grad_(True)
                 module.uneven.requires_grad_(False)
 
-    class All(Net):
+    class All(pl.module(Net)):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    ema = EMA(DECAY)
-    before = Record(ema)
-    fit(ema, Exchange(), before, module=All(), max_epochs=2)
+    ema = pl.EMA(DECAY)
+    before = pl.callback(Record)(ema)
+    fit(pl, ema, Exchange(), before, module=All(), max_epochs=2)
     first, second = before.steps[:4], before.steps[4:]
     joined = {name for name in second[0] if name.startswith("frozen")}
     left = {name for name in first[0] if name.startswith("uneven")}
@@ -211,8 +208,8 @@ def test_a_parameter_that_is_thawed_joins_with_its_value_of_then_and_one_that_is
     assert_averages({name: now[name] for name in left}, by_hand(stays))
 
 
-def test_the_optimizer_steps_of_one_batch_under_manual_optimization_make_one_update() -> None:
-    class Manual(Net):
+def test_the_optimizer_steps_of_one_batch_under_manual_optimization_make_one_update(pl: Lightning) -> None:
+    class Manual(pl.module(Net)):
         automatic_optimization = False
 
         def training_step(self, batch: list[Tensor], index: int) -> None:
@@ -222,79 +219,79 @@ def test_the_optimizer_steps_of_one_batch_under_manual_optimization_make_one_upd
                 self.manual_backward(self.loss(batch))
                 optimizer.step()
 
-    class EachBatch(Record):
-        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    class EachBatch(pl.callback(Record)):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             self.steps.append(trained(module))
 
-    ema = EMA(DECAY)
+    ema = pl.EMA(DECAY)
     record = EachBatch(ema)
-    run, _ = fit(ema, record, module=Manual())
+    run, _ = fit(pl, ema, record, module=Manual())
     assert run.global_step == 8
     assert ema.updates == 4
     assert_averages(averages(ema), by_hand(record.steps))
 
 
-def test_names_are_those_of_the_module_as_it_was_written() -> None:
-    module = Net()
+def test_names_are_those_of_the_module_as_it_was_written(pl: Lightning) -> None:
+    module = pl.module(Net)()
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.blocks[0] = torch.compile(module.blocks[0], backend="eager")
-    ema = EMA(DECAY)
-    run, _ = fit(ema, module=module)
+    ema = pl.EMA(DECAY)
+    run, _ = fit(pl, ema, module=module)
     assert ema.state_dict()["weights"].keys() == names
-    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(averages(ema)), rel=1e-6)
+    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(pl, averages(ema)), rel=1e-6)
 
 
-def test_bf16_weights_are_averaged_in_fp32_evaluated_rounded_and_back_bit_for_bit() -> None:
-    ema = EMA(DECAY)
-    record = Record(ema)
-    _, module = fit(ema, record, precision="bf16-true")
+def test_bf16_weights_are_averaged_in_fp32_evaluated_rounded_and_back_bit_for_bit(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    record = pl.callback(Record)(ema)
+    _, module = fit(pl, ema, record, precision="bf16-true")
     assert module.uneven.weight.dtype == torch.bfloat16
     found = averages(ema)
     assert_averages(found, by_hand(record.steps))
     assert any(not average.equal(average.bfloat16().float()) for average in found.values())
-    assert record.losses == [loss_with(found, precision="bf16-true")]
+    assert record.losses == [loss_with(pl, found, precision="bf16-true")]
     assert record.changed == []
 
 
 # ---- evaluations
 
 
-def test_validation_within_fit_runs_with_the_averages_and_leaves_the_trained_weights_bit_for_bit() -> None:
-    ema = EMA(DECAY)
-    record = Record(ema)
-    fit(ema, record, max_epochs=3)
-    assert record.losses == [loss_with(weights) for weights in record.averages]
-    assert record.losses[-1] != pytest.approx(loss_with(record.steps[-1]), rel=1e-3)
+def test_validation_within_fit_runs_with_the_averages_and_leaves_the_trained_weights_bit_for_bit(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    record = pl.callback(Record)(ema)
+    fit(pl, ema, record, max_epochs=3)
+    assert record.losses == [loss_with(pl, weights) for weights in record.averages]
+    assert record.losses[-1] != pytest.approx(loss_with(pl, record.steps[-1]), rel=1e-3)
     assert record.changed == []
 
 
-def test_validate_test_and_predict_after_fit_run_with_the_averages() -> None:
-    ema = EMA(DECAY)
-    run, module = fit(ema)
+def test_validate_test_and_predict_after_fit_run_with_the_averages(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    run, module = fit(pl, ema)
     weights = trained(module)
-    expected = Net()
+    expected = pl.module(Net)()
     expected.load_state_dict(averages(ema), strict=False)
     inputs = torch.cat([batch[0] for batch in module.data()])
-    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(averages(ema)))
-    assert run.test(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(averages(ema)))
+    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(pl, averages(ema)))
+    assert run.test(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(pl, averages(ema)))
     assert torch.cat(run.predict(module)).allclose(expected(inputs))
     assert all(weight.equal(weights[name]) for name, weight in trained(module).items())
 
 
-def test_without_evaluate_evaluations_run_with_the_trained_weights_but_within_averaged_weights() -> None:
-    ema = EMA(DECAY, evaluate=False)
-    run, module = fit(ema)
+def test_without_evaluate_evaluations_run_with_the_trained_weights_but_within_averaged_weights(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY, evaluate=False)
+    run, module = fit(pl, ema)
     weights = trained(module)
-    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(weights))
+    assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(pl, weights))
     with ema.averaged_weights(module):
-        assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(averages(ema)))
+        assert run.validate(module, verbose=False)[0]["loss"] == pytest.approx(loss_with(pl, averages(ema)))
         assert all(weight.equal(averages(ema)[name]) for name, weight in trained(module).items())
     assert all(weight.equal(weights[name]) for name, weight in trained(module).items())
 
 
-def test_within_averaged_weights_an_evaluation_leaves_the_averages_in_place() -> None:
-    ema = EMA(DECAY)
-    run, module = fit(ema)
+def test_within_averaged_weights_an_evaluation_leaves_the_averages_in_place(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    run, module = fit(pl, ema)
     weights = trained(module)
     with ema.averaged_weights(module):
         run.validate(module, verbose=False)
@@ -302,18 +299,18 @@ def test_within_averaged_weights_an_evaluation_leaves_the_averages_in_place() ->
     assert all(weight.equal(weights[name]) for name, weight in trained(module).items())
 
 
-def test_before_the_first_update_validation_within_fit_runs_with_the_weights_as_they_are() -> None:
-    ema = EMA(DECAY, start_step=100)
-    run, module = fit(ema, num_sanity_val_steps=1)
+def test_before_the_first_update_validation_within_fit_runs_with_the_weights_as_they_are(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY, start_step=100)
+    run, module = fit(pl, ema, num_sanity_val_steps=1)
     assert ema.updates == 0
-    assert float(run.callback_metrics["loss"]) == pytest.approx(loss_with(trained(module)))
+    assert float(run.callback_metrics["loss"]) == pytest.approx(loss_with(pl, trained(module)))
     with pytest.raises(RuntimeError, match="no averages yet"), ema.averaged_weights(module):
         pass
 
 
-def test_an_evaluation_outside_of_fit_without_averages_warns() -> None:
+def test_an_evaluation_outside_of_fit_without_averages_warns(pl: Lightning) -> None:
     with pytest.warns(UserWarning, match="EMA has no averages"):
-        trainer("32-true", callbacks=[EMA()]).validate(Net(), verbose=False)
+        pl.trainer("32-true", callbacks=[pl.EMA()]).validate(pl.module(Net)(), verbose=False)
 
 
 @pytest.fixture
@@ -327,21 +324,23 @@ def interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(("error", "seen"), [(RuntimeError, RuntimeError), (KeyboardInterrupt, SystemExit)])
 def test_an_interrupted_validation_leaves_and_saves_the_trained_weights(
-    tmp_path: Path, error: type[BaseException], seen: type[BaseException]
+    pl: Lightning, tmp_path: Path, error: type[BaseException], seen: type[BaseException]
 ) -> None:
-    class Failing(Net):
+    class Failing(pl.module(Net)):
         def validation_step(self, batch: list[Tensor], index: int) -> None:
             if self.trainer.current_epoch == 1 and index == 1:
                 raise error
             super().validation_step(batch, index)
 
-    ema = EMA(DECAY)
-    record = Record(ema)
+    ema = pl.EMA(DECAY)
+    record = pl.callback(Record)(ema)
     module = Failing()
     # The order in the list is not that of the calls: Lightning calls it last.
-    saving = ModelCheckpoint(tmp_path, "saved", save_on_exception=True, every_n_train_steps=0, every_n_epochs=0)
+    saving = pl.callbacks.ModelCheckpoint(
+        tmp_path, "saved", save_on_exception=True, every_n_train_steps=0, every_n_epochs=0
+    )
     with pytest.raises(seen):
-        fit(ema, saving, record, module=module, max_epochs=2, enable_checkpointing=True)
+        fit(pl, ema, saving, record, module=module, max_epochs=2, enable_checkpointing=True)
     assert len(record.steps) == 8
     saved = torch.load(tmp_path / "saved.ckpt")
     for name, weight in record.steps[-1].items():
@@ -353,12 +352,12 @@ def test_an_interrupted_validation_leaves_and_saves_the_trained_weights(
 # ---- checkpoints
 
 
-def test_training_resumes_with_the_averages_bit_for_bit(tmp_path: Path) -> None:
-    straight, first, second = EMA(DECAY), EMA(DECAY), EMA(DECAY)
-    fit(straight, max_epochs=2)
-    run, _ = fit(first)
+def test_training_resumes_with_the_averages_bit_for_bit(pl: Lightning, tmp_path: Path) -> None:
+    straight, first, second = pl.EMA(DECAY), pl.EMA(DECAY), pl.EMA(DECAY)
+    fit(pl, straight, max_epochs=2)
+    run, _ = fit(pl, first)
     run.save_checkpoint(tmp_path / "one.ckpt")
-    fit(second, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    fit(pl, second, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
     assert second.updates == straight.updates == 8
     found, expected = averages(second), averages(straight)
     assert found.keys() == expected.keys()
@@ -366,50 +365,51 @@ def test_training_resumes_with_the_averages_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_a_checkpoint_runs_with_its_averages_and_of_one_without_any_with_its_weights(
+    pl: Lightning,
     tmp_path: Path,
 ) -> None:
-    ema = EMA(DECAY)
-    run, module = fit(ema)
+    ema = pl.EMA(DECAY)
+    run, module = fit(pl, ema)
     expected, weights = averages(ema), trained(module)
     run.save_checkpoint(tmp_path / "all.ckpt")
     run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    fresh = trainer("32-true", callbacks=[EMA(DECAY)])
-    (logged,) = fresh.validate(Net(), ckpt_path=tmp_path / "all.ckpt", verbose=False)
-    assert logged["loss"] == pytest.approx(loss_with(expected))
+    fresh = pl.trainer("32-true", callbacks=[pl.EMA(DECAY)])
+    (logged,) = fresh.validate(pl.module(Net)(), ckpt_path=tmp_path / "all.ckpt", verbose=False)
+    assert logged["loss"] == pytest.approx(loss_with(pl, expected))
     with pytest.warns(UserWarning, match="EMA has no averages"):  # not with those of the module's training
         (logged,) = run.validate(module, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
-    assert logged["loss"] == pytest.approx(loss_with(weights))
+    assert logged["loss"] == pytest.approx(loss_with(pl, weights))
 
 
-def test_a_checkpoint_saved_within_an_evaluation_holds_the_trained_weights(tmp_path: Path) -> None:
-    class Saving(Net):
+def test_a_checkpoint_saved_within_an_evaluation_holds_the_trained_weights(pl: Lightning, tmp_path: Path) -> None:
+    class Saving(pl.module(Net)):
         def on_validation_epoch_end(self) -> None:
             self.trainer.save_checkpoint(tmp_path / "all.ckpt")
             self.seen = trained(self)
 
-    ema = EMA(DECAY)
-    record = Record(ema)
-    _, module = fit(ema, record, module=Saving())
+    ema = pl.EMA(DECAY)
+    record = pl.callback(Record)(ema)
+    _, module = fit(pl, ema, record, module=Saving())
     saved = torch.load(tmp_path / "all.ckpt")
     for name, weight in record.steps[-1].items():
         assert saved["state_dict"][name].equal(weight)
         assert module.seen[name].equal(record.averages[-1][name])
 
 
-def test_weights_saved_within_averaged_weights_are_the_averages(tmp_path: Path) -> None:
-    ema = EMA(DECAY)
-    run, module = fit(ema)
+def test_weights_saved_within_averaged_weights_are_the_averages(pl: Lightning, tmp_path: Path) -> None:
+    ema = pl.EMA(DECAY)
+    run, module = fit(pl, ema)
     with ema.averaged_weights(module):
         run.save_checkpoint(tmp_path / "averages.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "averages.ckpt")["state_dict"]
     assert all(saved[name].equal(average) for name, average in averages(ema).items())
 
 
-def test_another_module_begins_with_averages_of_its_own() -> None:
-    ema = EMA(DECAY)
-    fit(ema)
-    record = Record(ema)
-    fit(ema, record, module=Net())
+def test_another_module_begins_with_averages_of_its_own(pl: Lightning) -> None:
+    ema = pl.EMA(DECAY)
+    fit(pl, ema)
+    record = pl.callback(Record)(ema)
+    fit(pl, ema, record, module=pl.module(Net)())
     assert_averages(averages(ema), by_hand(record.steps))
 
 
@@ -434,30 +434,58 @@ def of_another_shape(weights: dict[str, Tensor]) -> None:
     ],
 )
 def test_averages_that_do_not_fit_the_module_are_refused_by_name(
-    change: Callable[[dict[str, Tensor]], None], message: str
+    pl: Lightning, change: Callable[[dict[str, Tensor]], None], message: str
 ) -> None:
-    state = {"decay": DECAY, "updates": 1, "weights": trained(Net())}
+    state = {"decay": DECAY, "updates": 1, "weights": trained(pl.module(Net)())}
     change(state["weights"])
-    ema = EMA(DECAY)
+    ema = pl.EMA(DECAY)
     ema.load_state_dict(state)
     with pytest.raises(ValueError, match=message):
-        fit(ema)
+        fit(pl, ema)
 
 
-def test_without_strict_loading_the_averages_that_both_have_are_used_and_the_others_begin_anew() -> None:
-    state = {"decay": DECAY, "updates": 1, "weights": {name: w + 1 for name, w in trained(Net()).items()}}
+def test_without_strict_loading_the_averages_that_both_have_are_used_and_the_others_begin_anew(pl: Lightning) -> None:
+    state = {"decay": DECAY, "updates": 1, "weights": {name: w + 1 for name, w in trained(pl.module(Net)()).items()}}
     began = dict(state["weights"])
     lacking(state["weights"])
     with_another(state["weights"])
-    module = Net()
+    module = pl.module(Net)()
     module.strict_loading = False
-    ema = EMA(DECAY)
-    record = Record(ema)
+    ema = pl.EMA(DECAY)
+    record = pl.callback(Record)(ema)
     ema.load_state_dict(copy.deepcopy(state))
-    fit(ema, record, module=module)
+    fit(pl, ema, record, module=module)
     expected = by_hand([began, *record.steps])
     expected["uneven.bias"] = by_hand(record.steps)["uneven.bias"]
     assert_averages(averages(ema), expected)
+
+
+# ---- the other name
+
+
+@pytest.mark.parametrize(("ours", "theirs"), permutations(BOTH), ids=lambda pl: f"{pl}")
+def test_the_callback_of_the_other_name_works_in_a_list_as_lightning_looks_for_no_class_there(
+    ours: Lightning, theirs: Lightning, tmp_path: Path
+) -> None:
+    found = []
+    for pl in (ours, theirs):
+        ema = ours.EMA(DECAY)
+        run, _ = fit(pl, ema, max_epochs=2)
+        run.save_checkpoint(tmp_path / f"{pl}.ckpt")
+        found.append((averages(ema), float(run.callback_metrics["loss"]), ema.updates))
+    assert_same(*found)
+    for pl in (ours, theirs):  # and its averages are those of the same callback under either name
+        loaded = theirs.EMA(DECAY)
+        (logged,) = pl.trainer("32-true", callbacks=[loaded]).validate(
+            pl.module(Net)(), ckpt_path=tmp_path / f"{theirs}.ckpt", verbose=False
+        )
+        assert_same((averages(loaded), logged["loss"], loaded.updates), found[0])
+
+
+def assert_same(one: tuple[dict[str, Tensor], float, int], other: tuple[dict[str, Tensor], float, int]) -> None:
+    assert one[0].keys() == other[0].keys()
+    assert all(average.equal(other[0][name]) for name, average in one[0].items())
+    assert one[1:] == other[1:]
 
 
 # ---- arguments
@@ -476,38 +504,38 @@ def test_without_strict_loading_the_averages_that_both_have_are_used_and_the_oth
     ],
 )
 def test_an_argument_that_is_not_allowed_is_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
+    pl: Lightning, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        EMA(**arguments)
+        pl.EMA(**arguments)
 
 
 @pytest.mark.parametrize(
     ("before", "says"),
     [
-        ([EMA(0.9)], r"has averages of EMA\{'decay': 0\.9\}, .*begin anew\. To go on .* pass their `decay`"),
+        ([0.9], r"has averages of EMA\{'decay': 0\.9\}, .*begin anew\. To go on .* pass their `decay`"),
         ([], "has no averages"),
     ],
 )
 def test_where_a_checkpoint_has_no_averages_of_this_decay_they_begin_anew_and_a_warning_says_so(
-    tmp_path: Path, before: list[EMA], says: str
+    pl: Lightning, tmp_path: Path, before: list[float], says: str
 ) -> None:
-    run = trainer("32-true", callbacks=before, num_sanity_val_steps=0)
-    run.fit(Net())
+    run = pl.trainer("32-true", callbacks=[pl.EMA(decay) for decay in before], num_sanity_val_steps=0)
+    run.fit(pl.module(Net)())
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match=says):
-        fit(EMA(0.99), ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+        fit(pl, pl.EMA(0.99), ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
 
 
-def test_two_decays_are_averaged_side_by_side_and_one_of_them_evaluates(tmp_path: Path) -> None:
-    short, long = EMA(0.0), EMA(0.9, evaluate=False)
-    run, module = fit(short, long)
+def test_two_decays_are_averaged_side_by_side_and_one_of_them_evaluates(pl: Lightning, tmp_path: Path) -> None:
+    short, long = pl.EMA(0.0), pl.EMA(0.9, evaluate=False)
+    run, module = fit(pl, short, long)
     assert all(weight.equal(averages(short)[name]) for name, weight in trained(module).items())
     assert not averages(long)["uneven.bias"].equal(module.uneven.bias)
     run.save_checkpoint(tmp_path / "both.ckpt")
     assert {short.state_key, long.state_key} <= torch.load(tmp_path / "both.ckpt")["callbacks"].keys()
     with pytest.raises(ValueError, match=r"2 EMA callbacks .*0\.9, 0\.0.*evaluate=False"):
-        fit(EMA(0.0), EMA(0.9))
+        fit(pl, pl.EMA(0.0), pl.EMA(0.9))
 
 
 # ---- ranks
@@ -526,7 +554,7 @@ class Calling(Net):
         assert not isinstance(self.gain, DTensor)
 
 
-class Local(EMA):
+class Local:
     """Counts the collectives of all that it does."""
 
     collectives = 0
@@ -547,17 +575,17 @@ class Local(EMA):
         self.collectives += counted.get_total_counts()
 
 
-def check_fit(strategy: str | dict[str, Any], precision: str | dict[str, Any] = "32-true") -> None:
+def check_fit(pl: Lightning, strategy: str | dict[str, Any], precision: str | dict[str, Any] = "32-true") -> None:
     def flags() -> dict[str, Any]:  # a strategy and a precision serve one Trainer
         return {
             "devices": 2,
-            "strategy": strategy if isinstance(strategy, str) else FSDP2FP8Strategy(**strategy),
-            "precision": precision if isinstance(precision, str) else FP8Precision(**precision),
+            "strategy": strategy if isinstance(strategy, str) else pl.FSDP2FP8Strategy(**strategy),
+            "precision": precision if isinstance(precision, str) else pl.FP8Precision(**precision),
         }
 
-    ema = Local(DECAY)
-    record = Record(ema)
-    run, module = fit(ema, record, module=Calling(), max_epochs=2, **flags())
+    ema = over(Local, pl.EMA)(DECAY)
+    record = pl.callback(Record)(ema)
+    run, module = fit(pl, ema, record, module=pl.module(Calling)(), max_epochs=2, **flags())
     names = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, average in ema.state_dict()["weights"].items():
         parameter = names[name]
@@ -571,18 +599,20 @@ def check_fit(strategy: str | dict[str, Any], precision: str | dict[str, Any] = 
     assert_averages(averages(ema), by_hand(record.steps))
     assert ema.collectives == 0
     assert record.changed == []
-    expected = loss_with(averages(ema), **flags())
+    expected = loss_with(pl, averages(ema), **flags())
     after = trained(module)
     assert record.losses[-1] == run.validate(module, verbose=False)[0]["loss"] == expected
     assert all(weight.equal(after[name]) for name, weight in trained(module).items())
 
 
-def check_all_fits(specs: list[dict[str, Any]]) -> None:
+def check_all_fits(pl: Lightning, specs: list[dict[str, Any]]) -> None:
     for spec in specs:
-        check_fit(**spec)
+        check_fit(pl, **spec)
 
 
-def test_two_ranks_average_their_shards_without_a_collective_and_evaluate_with_them(ranks: Ranks) -> None:
+def test_two_ranks_average_their_shards_without_a_collective_and_evaluate_with_them(
+    pl: Lightning, ranks: Ranks
+) -> None:
     specs: list[dict[str, Any]] = [
         {"strategy": "ddp"},
         {"strategy": {}},
@@ -593,14 +623,14 @@ def test_two_ranks_average_their_shards_without_a_collective_and_evaluate_with_t
         },
         {"strategy": {"cpu_offload": True}, "precision": {"recipe": "rowwise", "weights_dtype": "bfloat16"}},
     ]
-    ranks(2, check_all_fits, specs)
+    ranks(2, check_all_fits, pl, specs)
 
 
-def check_loading() -> None:
+def check_loading(pl: Lightning) -> None:
     def run_with(state: dict[str, Any]) -> float:
-        ema = EMA(DECAY)
+        ema = pl.EMA(DECAY)
         ema.load_state_dict(copy.deepcopy(state))  # as Lightning does
-        run = trainer("32-true", devices=2, strategy=FSDP2FP8Strategy(), callbacks=[ema], num_sanity_val_steps=0)
+        run = pl.trainer("32-true", devices=2, strategy=pl.FSDP2FP8Strategy(), callbacks=[ema], num_sanity_val_steps=0)
         run.fit(module)
         for name, average in ema.state_dict()["weights"].items():
             assert average.placements == module.get_parameter(name).placements
@@ -609,13 +639,13 @@ def check_loading() -> None:
         module.load_state_dict(before)
         return loss
 
-    first = EMA(DECAY)
-    _, module = fit(first, devices=2, strategy=FSDP2FP8Strategy())
+    first = pl.EMA(DECAY)
+    _, module = fit(pl, first, devices=2, strategy=pl.FSDP2FP8Strategy())
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     sharded = copy.deepcopy(first.state_dict())
     as_whole = {**sharded, "weights": whole(sharded["weights"])}
     assert run_with(sharded) == run_with(as_whole)
-    plain = Net()
+    plain = pl.module(Net)()
     first.load_state_dict(sharded)
     with pytest.raises(ValueError, match="sharded otherwise than the parameters of Net"), first.averaged_weights(plain):
         pass
@@ -624,22 +654,22 @@ def check_loading() -> None:
         assert all(weight.equal(as_whole["weights"][name]) for name, weight in trained(plain).items())
 
 
-def test_sharded_and_whole_averages_are_loaded_alike_into_a_sharded_module(ranks: Ranks) -> None:
-    ranks(2, check_loading)
+def test_sharded_and_whole_averages_are_loaded_alike_into_a_sharded_module(pl: Lightning, ranks: Ranks) -> None:
+    ranks(2, check_loading, pl)
 
 
-def check_resuming(directory: Path) -> None:
-    class Saving(Net):
+def check_resuming(pl: Lightning, directory: Path) -> None:
+    class Saving(pl.module(Net)):
         def on_validation_epoch_end(self) -> None:  # the averages stand in the module
             self.trainer.save_checkpoint(directory / f"{self.trainer.strategy.state_dict_type}.ckpt")
 
     for kind in ("sharded", "full"):
-        first = EMA(DECAY)
-        record = Record(first)
-        fit(first, record, module=Saving(), devices=2, strategy=FSDP2FP8Strategy(state_dict_type=kind))
-        loaded = EMA(DECAY)
-        run = trainer("32-true", devices=2, strategy=FSDP2FP8Strategy(state_dict_type=kind), callbacks=[loaded])
-        module = Net()
+        first = pl.EMA(DECAY)
+        record = pl.callback(Record)(first)
+        fit(pl, first, record, module=Saving(), devices=2, strategy=pl.FSDP2FP8Strategy(state_dict_type=kind))
+        loaded = pl.EMA(DECAY)
+        run = pl.trainer("32-true", devices=2, strategy=pl.FSDP2FP8Strategy(state_dict_type=kind), callbacks=[loaded])
+        module = pl.module(Net)()
         (logged,) = run.validate(module, ckpt_path=directory / f"{kind}.ckpt", verbose=False)
         assert logged["loss"] == record.losses[-1]
         assert all(weight.equal(record.steps[-1][name]) for name, weight in trained(module).items())
@@ -647,6 +677,6 @@ def check_resuming(directory: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_saved_within_an_evaluation_holds_trained_weights_and_averages(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks(2, check_resuming, tmp_path)
+    ranks(2, check_resuming, pl, tmp_path)

@@ -28,7 +28,9 @@ from torch import Tensor
 import lightning_fp8_rocm as ours
 from lightning_fp8_rocm.cli import files
 from lightning_fp8_rocm.cli.main import main
-from lightning_fp8_rocm.distributed import publish, whole
+from lightning_fp8_rocm.distributed import publish
+from lightning_fp8_rocm.distributed.storage import open_checkpoint
+from lightning_fp8_rocm.distributed.whole import assembled
 from lightning_fp8_rocm.float8.quantize import dequantize, quantize
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,6 +49,10 @@ LAYERS = [
         "mlp.down_proj",
     )
 ]
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    return assembled(open_checkpoint(path, weights_only=True))
 
 
 def _train(path: Path) -> dict[str, list[float]]:
@@ -207,7 +213,7 @@ def test_stock_lightning_goes_on_from_a_consolidated_file_with_the_same_losses(
 
 
 def test_a_consolidated_checkpoint_has_all_that_the_run_saved(runs: Runs) -> None:
-    checkpoint = whole.whole_checkpoint(Path(runs.checkpoint("rows")))
+    checkpoint = read_whole(Path(runs.checkpoint("rows")))
     weights = runs.weights("rows")
     for name, value in weights.items():
         assert torch.equal(checkpoint["state_dict"][f"model.{name}"], value)
@@ -224,7 +230,7 @@ def test_a_consolidated_checkpoint_has_all_that_the_run_saved(runs: Runs) -> Non
 
 
 def test_tied_weights_are_one_tensor_and_equal_ones_that_are_trained_apart_are_not(runs: Runs, tmp_path: Path) -> None:
-    state = whole.whole_checkpoint(Path(runs.checkpoint("tied")))["state_dict"]
+    state = read_whole(Path(runs.checkpoint("tied")))["state_dict"]
     memory = {value.data_ptr() for value in state.values()}
     assert len(memory) == len(state) - 1
     # Of one value throughout, and vectors: alike, and no ties.
@@ -241,7 +247,7 @@ def test_a_file_is_not_consolidated(run: Any, runs: Runs, tmp_path: Path) -> Non
 
 def test_a_checkpoint_of_weights_alone_has_no_optimizer_states(tmp_path: Path) -> None:
     write_lightnings(tmp_path / "one.ckpt", {"a": torch.ones(2, 2)}, rest={"epoch": 1})
-    assert whole.whole_checkpoint(tmp_path / "one.ckpt").keys() == {"state_dict", "epoch"}
+    assert read_whole(tmp_path / "one.ckpt").keys() == {"state_dict", "epoch"}
 
 
 def write_lightnings(path: Path, state: dict[str, Tensor], rest: Any) -> None:
@@ -422,7 +428,7 @@ def test_averages_are_exported_in_place_of_the_weights(run: Any, runs: Runs, tmp
     code, out, _ = run("export", runs.checkpoint("rows"), str(tmp_path / "a"), "--weights", "ema")
     assert code == 0
     assert "Only weights are written" in out
-    checkpoint = whole.whole_checkpoint(Path(runs.checkpoint("rows")))
+    checkpoint = read_whole(Path(runs.checkpoint("rows")))
     (key,) = [key for key in checkpoint["callbacks"] if key.startswith("EMA")]
     averages = checkpoint["callbacks"][key]["weights"]
     stored = load_file(tmp_path / "a" / "model.safetensors")
@@ -618,7 +624,7 @@ def test_objects_are_loaded_only_when_asked(run: Any, tmp_path: Path) -> None:
     assert "`--weights_only false`" in error
     assert run("consolidate", str(tmp_path / "one.ckpt"), str(tmp_path / "new"), "--weights_only", "false")[0] == 0
     with pytest.raises(pickle.UnpicklingError):
-        whole.whole_checkpoint(tmp_path / "one.ckpt")
+        read_whole(tmp_path / "one.ckpt")
 
 
 def test_nothing_there_is_an_error(run: Any, tmp_path: Path) -> None:

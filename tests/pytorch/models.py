@@ -1,9 +1,9 @@
-"""Small modules that know nothing of FP8, for tests that run a real Trainer."""
+"""Small modules that know nothing of FP8, for tests that run a real Trainer: bodies for either name of Lightning."""
 
 from typing import Any
 
-import lightning as L
 import torch
+from flavours import LIGHTNING
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +19,7 @@ def batches(size: int = 8, count: int = 32, features: int = 32) -> DataLoader[An
     return DataLoader(TensorDataset(inputs, torch.full((count,), LARGE_TARGET), labels), batch_size=size)
 
 
-class Blocks(L.LightningModule):
+class Blocks:
     """Two blocks and a head, so that the defaults have something to leave out."""
 
     def __init__(self, width: int = 32) -> None:
@@ -66,19 +66,4 @@ class Blocks(L.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def trainer(precision: Any = "fp8-rocm", **flags: Any) -> L.Trainer:
-    """A quiet Trainer on the CPU; ``precision`` may be a plugin."""
-    if isinstance(precision, str):
-        flags["precision"] = precision
-    else:
-        flags["plugins"] = precision
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**defaults, **flags})
+trainer = LIGHTNING.trainer

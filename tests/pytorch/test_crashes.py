@@ -45,7 +45,8 @@ from lightning_fp8_rocm import FSDP2FP8Strategy
 from lightning_fp8_rocm.distributed import publish, storage
 from lightning_fp8_rocm.distributed.checkpoint import model_state, optimizer_state
 from lightning_fp8_rocm.distributed.saver import Saver
-from lightning_fp8_rocm.distributed.whole import whole_checkpoint
+from lightning_fp8_rocm.distributed.storage import open_checkpoint
+from lightning_fp8_rocm.distributed.whole import assembled
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Saves that are killed: a layer and its optimizer, in which every number says which save it was
@@ -105,7 +106,7 @@ def generation_of(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     assert publish.verify(found) == []
-    checkpoint = whole_checkpoint(found)
+    checkpoint = assembled(open_checkpoint(found, weights_only=True))
     generation: int = checkpoint["epoch"]
     assert {name: value.shape for name, value in checkpoint["state_dict"].items()} == {"weight": (5, 6), "bias": (5,)}
     assert all(value.eq(generation).all() for value in checkpoint["state_dict"].values())
@@ -334,7 +335,7 @@ def step_of(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     assert publish.verify(found) == []
-    checkpoint = whole_checkpoint(found)
+    checkpoint = assembled(open_checkpoint(found, weights_only=True))
     steps: int = checkpoint["global_step"]
     for saved, expected in zip(checkpoint["state_dict"].values(), weights_after(steps), strict=True):
         torch.testing.assert_close(saved, expected)
@@ -715,7 +716,7 @@ def infected(bad: Path, name: str, good: dict[str, Path], touched: Path) -> None
     if form == "full":
         shutil.copy(good[form], bad)
     elif layout == "as stock torch writes it":
-        checkpoint = whole_checkpoint(good[form])
+        checkpoint = assembled(open_checkpoint(good[form], weights_only=True))
         state = {"state_dict": checkpoint.pop("state_dict"), "optimizer_0": checkpoint.pop("optimizer_states")[0]}
         dcp.save(state, storage_writer=FileSystemWriter(bad), no_dist=True)
         torch.save(checkpoint, bad / "meta.pt")

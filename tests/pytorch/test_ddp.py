@@ -8,30 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
+from flavours import LIGHTNING, Lightning
+from ranks import MODULE_PATHS
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
 
 import lightning_fp8_rocm
-import lightning as L
 import torch
-from models import Blocks, batches, trainer
+from flavours import NAMED
+from models import Blocks, batches
 from torch import nn
 
-strategy, devices, precision, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+pl = NAMED[sys.argv[1]]
+strategy, devices, precision, out = sys.argv[2], int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 
 
-class Report(L.Callback):
+class Report(pl.Callback):
     def on_train_end(self, trainer, module):
         weights = nn.utils.parameters_to_vector(module.parameters()).double()
         facts = {"weights": weights.tolist(), "kinds": sorted(module.kinds["train"]), "world": trainer.world_size}
         (out / f"{trainer.global_rank}.json").write_text(json.dumps(facts))
 
 
-class InOrder(Blocks):
+class InOrder(pl.module(Blocks)):
     # Lightning shuffles what it distributes. Here ranks take turns, so that two batches of 4 are one of 8.
     def train_dataloader(self):
         run = self.trainer
@@ -42,14 +43,16 @@ class InOrder(Blocks):
 
 if __name__ == "__main__":
     flags = {"strategy": strategy, "devices": devices, "use_distributed_sampler": False}
-    run = trainer(precision, max_epochs=2, callbacks=[Report()], **flags)
+    run = pl.trainer(precision, max_epochs=2, callbacks=[Report()], **flags)
     module = InOrder()
     (out / "before.json").write_text(json.dumps(nn.utils.parameters_to_vector(module.parameters()).tolist()))
     run.fit(module)
 """
 
 
-def fit(tmp_path: Path, strategy: str, devices: int, precision: str = "fp8-rocm") -> tuple[list[Any], Any, str]:
+def fit(
+    tmp_path: Path, strategy: str, devices: int, precision: str = "fp8-rocm", pl: Lightning = LIGHTNING
+) -> tuple[list[Any], Any, str]:
     import torch
 
     out = tmp_path / f"{strategy}-{devices}-{precision}"
@@ -57,10 +60,10 @@ def fit(tmp_path: Path, strategy: str, devices: int, precision: str = "fp8-rocm"
     script = out / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), strategy, str(devices), precision, str(out)],
+        [sys.executable, str(script), str(pl), strategy, str(devices), precision, str(out)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, MODULE_PATHS)), "OMP_NUM_THREADS": "1"},
         check=False,
         timeout=300,
     )
@@ -89,8 +92,10 @@ def test_two_ddp_processes_equal_one_on_the_same_global_batch_to_the_tolerance_o
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_launchers_that_start_processes_from_this_one_train_in_fp8(tmp_path: Path, strategy: str) -> None:
-    ranks, _, _ = fit(tmp_path, strategy, 2)
+def test_launchers_that_start_processes_from_this_one_train_in_fp8(
+    tmp_path: Path, pl: Lightning, strategy: str
+) -> None:
+    ranks, _, _ = fit(tmp_path, strategy, 2, pl=pl)
     assert [rank["kinds"] for rank in ranks] == [["FP8Linear"]] * 2
     assert ranks[0]["weights"].equal(ranks[1]["weights"])
     assert ranks[0]["weights"].isfinite().all()

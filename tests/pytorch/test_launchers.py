@@ -15,20 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from flavours import LIGHTNING, STANDALONE, Lightning
+from ranks import MODULE_PATHS
 
 FACTS = '''
 import json, os, sys, time
 from pathlib import Path
 
-import lightning as L
 import torch
-from models import Blocks, batches, trainer
+from flavours import NAMED
+from models import Blocks, batches
 from torch.distributed.tensor import DTensor
 
 
-class Tell(L.Callback):
+pl = NAMED[os.environ["LIGHTNING"]]
+
+
+class Tell(pl.Callback):
     """What is so while training goes on, one file a rank."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -44,7 +47,8 @@ class Tell(L.Callback):
             "sharded": all(isinstance(p, DTensor) for p in parameters.values()),
             "part": sum(t.numel() for t in local.values()) / sum(p.numel() for p in parameters.values()),
             "precision": str(trainer.precision),
-            "strategy": type(trainer.strategy).__name__,
+            "strategy": type(trainer.strategy).__module__ + "." + type(trainer.strategy).__name__,
+            "imported": sorted(NAMED.keys() & sys.modules.keys()),
         }
 
     def on_train_end(self, trainer, module):
@@ -58,7 +62,7 @@ SCRIPT = (
     + FACTS
     + """
 
-class Faulty(Blocks):
+class Faulty(pl.module(Blocks)):
     def training_step(self, batch, index):
         fault = os.environ.get("FAULT")
         if fault and index == 1 and self.global_rank == 1:
@@ -70,7 +74,7 @@ class Faulty(Blocks):
 
 
 if __name__ == "__main__":
-    run = trainer("fp8-rocm", strategy="fsdp2_fp8", devices=2, callbacks=[Tell()], limit_train_batches=2)
+    run = pl.trainer("fp8-rocm", strategy="fsdp2_fp8", devices=2, callbacks=[Tell()], limit_train_batches=2)
     run.fit(Faulty(), batches(size=4))
 """
 )
@@ -79,16 +83,15 @@ CLI = (
     "import lightning_fp8_rocm\n"
     + FACTS
     + """
-from lightning.pytorch.cli import LightningCLI
 
 
-class Data(L.LightningDataModule):
+class Data(pl.LightningDataModule):
     def train_dataloader(self):
         return batches(size=4)
 
 
 if __name__ == "__main__":
-    LightningCLI(Blocks, Data, save_config_callback=None)
+    pl.cli.LightningCLI(pl.module(Blocks), Data, save_config_callback=None)
 """
 )
 
@@ -116,8 +119,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def environment(out: Path, **more: str) -> dict[str, str]:
-    mine = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "OUT": str(out)}
+def environment(pl: Lightning, out: Path, **more: str) -> dict[str, str]:
+    paths = os.pathsep.join(map(str, MODULE_PATHS))
+    mine = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(out), "LIGHTNING": str(pl)}
     return {**os.environ, **mine, **more}
 
 
@@ -149,7 +153,7 @@ def torchrun(script: str, ranks: int = 2) -> list[str]:
     return [*run, "--master-addr=127.0.0.1", f"--master-port={free_port()}", script]
 
 
-def check(out: Path) -> list[float]:
+def check(pl: Lightning, out: Path) -> list[float]:
     """That all ranks ran FP8 over shards, and hold the same weights; returns the weights."""
     told = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(told):
@@ -159,7 +163,9 @@ def check(out: Path) -> list[float]:
         assert one["marked"] == MARKED
         assert one["sharded"]
         assert one["part"] == pytest.approx(1 / 2)
-        assert (one["precision"], one["strategy"]) == ("fp8-rocm", "FSDP2FP8Strategy")
+        assert one["precision"] == "fp8-rocm"
+        assert one["strategy"] == f"lightning_fp8_rocm.{pl.room}.strategy.FSDP2FP8Strategy"
+        assert one["imported"] == [str(pl)]
         assert one["weights"] == told[0]["weights"]
     return told[0]["weights"]
 
@@ -174,17 +180,25 @@ def run_all(commands: list[list[str]], environments: list[dict[str, str]], cwd: 
 # ---- a run
 
 
+def run_by_lightning(pl: Lightning, script: str, out: Path, cwd: Path) -> None:
+    (printed,) = run_all([[sys.executable, script]], [environment(pl, out, MASTER_PORT=free_port())], cwd)
+    assert printed.count("FSDP2: 4 units on 2 ranks") == 1  # rank 0 alone says so
+    assert printed.count("FP8 conversion: recipe tensorwise") == 1
+
+
+def test_the_launcher_of_pytorch_lightning_starts_two_processes(tmp_path: Path) -> None:
+    run_by_lightning(STANDALONE, write(tmp_path, SCRIPT), tmp_path, tmp_path)
+    check(STANDALONE, tmp_path)
+
+
 def test_lightnings_own_launcher_torchrun_and_slurm_give_the_same_run(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
     outs = {}
     for name in ("lightning", "torchrun", "slurm"):
         outs[name] = tmp_path / name
         outs[name].mkdir()
-    run = [sys.executable, script]
-    (printed,) = run_all([run], [environment(outs["lightning"], MASTER_PORT=free_port())], tmp_path)
-    assert printed.count("FSDP2: 4 units on 2 ranks") == 1  # rank 0 alone says so
-    assert printed.count("FP8 conversion: recipe tensorwise") == 1
-    run_all([torchrun(script)], [environment(outs["torchrun"])], tmp_path)
+    run_by_lightning(LIGHTNING, script, outs["lightning"], tmp_path)
+    run_all([torchrun(script)], [environment(LIGHTNING, outs["torchrun"])], tmp_path)
     slurm = {
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NAME": "train",
@@ -197,18 +211,19 @@ def test_lightnings_own_launcher_torchrun_and_slurm_give_the_same_run(tmp_path: 
         "MASTER_PORT": free_port(),
     }
     environments = [
-        environment(outs["slurm"], **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)
+        environment(LIGHTNING, outs["slurm"], **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
     ]
-    run_all([run, run], environments, tmp_path)
-    weights = [check(out) for out in outs.values()]
+    run_all([[sys.executable, script]] * 2, environments, tmp_path)
+    weights = [check(LIGHTNING, out) for out in outs.values()]
     assert weights[0] == weights[1] == weights[2]
 
 
-def test_the_cli_starts_two_processes_from_both_names_in_yaml(tmp_path: Path) -> None:
+def test_the_cli_starts_two_processes_from_both_names_in_yaml(pl: Lightning, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(YAML)
     command = [sys.executable, write(tmp_path, CLI), "fit", "--config=config.yaml"]
-    run_all([command], [environment(tmp_path, MASTER_PORT=free_port())], tmp_path)
-    check(tmp_path)
+    run_all([command], [environment(pl, tmp_path, MASTER_PORT=free_port())], tmp_path)
+    check(pl, tmp_path)
 
 
 # ---- faults
@@ -217,14 +232,20 @@ def test_the_cli_starts_two_processes_from_both_names_in_yaml(tmp_path: Path) ->
 WITHIN_S = 10.0 + 5.0
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize(
+    ("pl", "launcher", "fault"),
+    [
+        *((LIGHTNING, launcher, fault) for launcher in ("lightning", "torchrun") for fault in ("raise", "kill")),
+        (STANDALONE, "lightning", "raise"),
+    ],
+    ids=str,
+)
 def test_a_rank_that_fails_in_a_step_ends_all_within_seconds_and_is_named(
-    tmp_path: Path, launcher: str, fault: str
+    tmp_path: Path, pl: Lightning, launcher: str, fault: str
 ) -> None:
     script = write(tmp_path, SCRIPT)
     command = [sys.executable, script] if launcher == "lightning" else torchrun(script)
-    env = environment(tmp_path, FAULT=fault, **({"MASTER_PORT": free_port()} if launcher == "lightning" else {}))
+    env = environment(pl, tmp_path, FAULT=fault, **({"MASTER_PORT": free_port()} if launcher == "lightning" else {}))
     ((code, text),) = finish([start(command, env, tmp_path)])
     took = time.time() - float((tmp_path / "fault").read_text().split()[1])
     assert code != 0, text

@@ -10,19 +10,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from models import trainer
+from flavours import BOTH, LIGHTNING, STANDALONE, Lightning
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -31,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_fp8_rocm import FP8Linear, FP8Precision, FSDP2FP8Strategy
+from lightning_fp8_rocm import FP8Linear
 from lightning_fp8_rocm.distributed import publish
 from lightning_fp8_rocm.distributed.storage import plain_name
 
@@ -85,7 +81,7 @@ class Deck(DataLoader[Any]):
         self.seed, self.dealt, self.is_resumed = state["seed"], state["dealt"], True
 
 
-class Net(L.LightningModule):
+class Net:
     """Two blocks and a head; remembers its losses, as this rank sees them."""
 
     def __init__(self, optimizer: str = "adamw", loader: str = "turns", noisy: bool = False, step_lr: bool = False):
@@ -181,7 +177,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def state_of(run: L.Trainer) -> dict[str, Any]:
+def state_of(run: Any) -> dict[str, Any]:
     """Weights, and what each optimizer keeps, by name; the same on all ranks, whatever the strategy."""
     module = run.lightning_module
     named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
@@ -199,11 +195,11 @@ def state_of(run: L.Trainer) -> dict[str, Any]:
     return state
 
 
-def make_trainer(precision: Any = "fp8-rocm", strategy: Any = None, **flags: Any) -> L.Trainer:
+def make_trainer(pl: Lightning, precision: Any = "fp8-rocm", strategy: Any = None, **flags: Any) -> Any:
     """A Trainer over all ranks of this call; ``strategy`` are the arguments of ours, or one of Lightning's own."""
-    return trainer(
-        FP8Precision(**precision) if isinstance(precision, dict) else precision,
-        strategy=FSDP2FP8Strategy(**(strategy or {})) if strategy is None or isinstance(strategy, dict) else strategy,
+    return pl.trainer(
+        pl.FP8Precision(**precision) if isinstance(precision, dict) else precision,
+        strategy=pl.FSDP2FP8Strategy(**(strategy or {})) if isinstance(strategy, dict | None) else strategy,
         devices=dist.get_world_size() if dist.is_initialized() else 1,
         **{"use_distributed_sampler": False, "limit_val_batches": 0, **flags},
     )
@@ -290,6 +286,7 @@ ON_ONE_RANK = {
 
 
 def go_on(
+    pl: Lightning,
     folder: Path,
     saves: dict[str, Any],
     stops: list[int],
@@ -299,10 +296,16 @@ def go_on(
 ) -> dict[str, Any]:
     """Train for two epochs, saving; then go on from the checkpoints of some steps. Names what differs."""
 
-    def fit(resume: Path | None, *keep: ModelCheckpoint) -> dict[str, Any]:
-        net = Net(noisy=True, step_lr=True, **(module or {}))
+    def fit(resume: Path | None, *keep: Any) -> dict[str, Any]:
+        net = pl.module(Net)(noisy=True, step_lr=True, **(module or {}))
         run = make_trainer(
-            {"recipe": "rowwise"}, strategy, max_epochs=2, callbacks=[*keep], enable_checkpointing=bool(keep), **flags
+            pl,
+            {"recipe": "rowwise"},
+            strategy,
+            max_epochs=2,
+            callbacks=[*keep],
+            enable_checkpointing=bool(keep),
+            **flags,
         )
         seed(7 if resume is None else 1000)
         run.fit(net, ckpt_path=resume)
@@ -314,7 +317,7 @@ def go_on(
             **generators(),
         }
 
-    straight = fit(None, ModelCheckpoint(folder, "{step}", save_top_k=-1, **saves))
+    straight = fit(None, pl.callbacks.ModelCheckpoint(folder, "{step}", save_top_k=-1, **saves))
     found = {}
     for step in stops:
         resumed = fit(folder / f"step={step}.ckpt")
@@ -325,32 +328,34 @@ def go_on(
     return found
 
 
-def all_go_on(folder: Path) -> dict[str, Any]:
+def all_go_on(pl: Lightning, folder: Path) -> dict[str, Any]:
     cases = EXACT if dist.get_world_size() > 1 else ON_ONE_RANK
-    return {name: go_on(folder / str(number), **case) for number, (name, case) in enumerate(cases.items())}
+    return {name: go_on(pl, folder / str(number), **case) for number, (name, case) in enumerate(cases.items())}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_that_stopped_goes_on_bit_for_bit_on_each_rank(ranks: Ranks, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("pl", "world"), [(LIGHTNING, 1), (STANDALONE, 1), (LIGHTNING, 2)], ids=str)
+def test_a_run_that_stopped_goes_on_bit_for_bit_on_each_rank(
+    pl: Lightning, ranks: Ranks, tmp_path: Path, world: int
+) -> None:
     """Losses, weights, optimizers, schedules, progress, and the generators of Python, numpy and torch."""
-    for of_rank in ranks(world, all_go_on, tmp_path):
+    for of_rank in ranks(world, all_go_on, pl, tmp_path):
         different = {name: found for name, found in of_rank.items() if any(found.values())}
         assert not different
 
 
-def saves_and_does_not(folder: Path) -> bool:
+def saves_and_does_not(pl: Lightning, folder: Path) -> bool:
     states = []
-    for keep in ([], [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=3)]):
-        net = Net(noisy=True)
-        run = make_trainer("32-true", {"async_checkpoint": True}, callbacks=keep, enable_checkpointing=bool(keep))
+    for keep in ([], [pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=3)]):
+        net = pl.module(Net)(noisy=True)
+        run = make_trainer(pl, "32-true", {"async_checkpoint": True}, callbacks=keep, enable_checkpointing=bool(keep))
         seed(7)
         run.fit(net)
         states.append((net.losses, state_of(run), generators()))
     return states[0] == states[1]
 
 
-def test_a_run_that_saves_is_one_that_does_not(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, saves_and_does_not, tmp_path) == [True, True]
+def test_a_run_that_saves_is_one_that_does_not(pl: Lightning, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, saves_and_does_not, pl, tmp_path) == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,13 +423,15 @@ def names_in(path: Path) -> list[str]:
     return sorted(key.removeprefix("state_dict.") for key in found if key.startswith("state_dict."))
 
 
-def run_legs(folder: Path, numbered: list[tuple[str, int, dict[str, Any]]], epoch: int) -> list[dict[str, Any]]:
+def run_legs(
+    pl: Lightning, folder: Path, numbered: list[tuple[str, int, dict[str, Any]]], epoch: int
+) -> list[dict[str, Any]]:
     """One epoch more of each chain; all of them without a stop if ``epoch`` is 0."""
     results = []
     for name, number, spec in numbered:
         flags = {key: value for key, value in spec.items() if key not in ("world", "module")}
-        net = Net(**spec.get("module", {}))
-        run = make_trainer(max_epochs=epoch or len(CHAINS[name]["legs"]), **flags)
+        net = pl.module(Net)(**spec.get("module", {}))
+        run = make_trainer(pl, max_epochs=epoch or len(CHAINS[name]["legs"]), **flags)
         run.fit(net, ckpt_path=folder / f"{name}{number - 1}.ckpt" if epoch > 1 else None)
         if epoch:
             run.save_checkpoint(folder / f"{name}{number}.ckpt")
@@ -463,7 +470,7 @@ def chains(ranks: Ranks, tmp_path_factory: Any) -> dict[str, list[dict[str, Any]
                 spec = chain["legs"][max(epoch - 1, 0)]
                 by_world.setdefault(spec["world"], []).append((name, epoch, spec))
         for world, numbered in sorted(by_world.items()):
-            of_ranks = ranks(world, run_legs, folder, numbered, epoch)
+            of_ranks = ranks(world, run_legs, LIGHTNING, folder, numbered, epoch)
             for (name, *_), result in zip(numbered, of_ranks[0], strict=True):
                 done.setdefault(name if epoch else kind_of(CHAINS[name]), []).append(result)
     return done
@@ -476,7 +483,7 @@ def test_a_run_goes_on_from_what_another_kind_of_run_saved(chains: Any, name: st
     assert len(legs) == len(specs)
     assert [each["fp8"] for each in legs] == [each.get("precision") not in ("32-true", "bf16-mixed") for each in specs]
     assert [each["step"] for each in legs] == [legs[0]["step"] * number for number in range(1, len(legs) + 1)]
-    assert all(each["names"] == sorted(Net().state_dict()) for each in legs)
+    assert all(each["names"] == sorted(LIGHTNING.module(Net)().state_dict()) for each in legs)
     for before, after in pairwise(legs):
         assert after["start"] == before["end"]
         assert after["end"]["weights"] != after["start"]["weights"]
@@ -511,18 +518,18 @@ class ShardedByItself(Net):
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-def stock(name: str) -> tuple[type[Net], Any]:
+def stock(pl: Lightning, name: str) -> tuple[Any, Any]:
     """A module and the strategy of Lightning that trains it on two ranks."""
     if name == "ddp":
-        return Net, DDPStrategy(process_group_backend="gloo")
-    return ShardedByItself, ModelParallelStrategy(
+        return pl.module(Net), pl.strategies.DDPStrategy(process_group_backend="gloo")
+    return pl.module(ShardedByItself), pl.strategies.ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=name == "model parallel, sharded"
     )
 
 
-def pretended_fsdp1(folder: Path, form: str, like: dict[str, Any]) -> dict[str, Any]:
+def pretended_fsdp1(pl: Lightning, folder: Path, form: str, like: dict[str, Any]) -> dict[str, Any]:
     """Write what Lightning's `FSDPStrategy` does, by its own methods: only its setup wants a GPU."""
-    net = Net()
+    net = pl.module(Net)()
     wrapped = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for number in range(BATCHES):
@@ -531,7 +538,10 @@ def pretended_fsdp1(folder: Path, form: str, like: dict[str, Any]) -> dict[str, 
         F.cross_entropy(wrapped(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    strategy = FSDPStrategy(state_dict_type=form, cluster_environment=TorchElasticEnvironment())
+    strategy = pl.strategies.FSDPStrategy(
+        state_dict_type=form,
+        cluster_environment=pl.of_fabric("plugins.environments").TorchElasticEnvironment(),
+    )
     strategy.model = wrapped
     with FullyShardedDataParallel.summon_full_params(wrapped):
         weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
@@ -547,36 +557,36 @@ def pretended_fsdp1(folder: Path, form: str, like: dict[str, Any]) -> dict[str, 
     return saved
 
 
-def stock_and_ours(folder: Path) -> dict[str, dict[str, Any]]:
+def stock_and_ours(pl: Lightning, folder: Path) -> dict[str, dict[str, Any]]:
     """By strategy: the state that was saved, that with which the other began, and its losses."""
     results: dict[str, dict[str, Any]] = {}
 
-    def fit(epochs: int, net: Net, strategy: Any, resume: str | None = None) -> tuple[Net, L.Trainer]:
-        run = make_trainer("32-true", strategy, max_epochs=epochs)
+    def fit(epochs: int, net: Any, strategy: Any, resume: str | None = None) -> tuple[Any, Any]:
+        run = make_trainer(pl, "32-true", strategy, max_epochs=epochs)
         run.fit(net, ckpt_path=folder / resume if resume else None)
         return net, run
 
     for name in ("ddp", "model parallel, sharded", "model parallel, full"):
-        kind, strategy = stock(name)
+        kind, strategy = stock(pl, name)
         _, run = fit(1, kind(), strategy)
         saved = state_of(run)
         run.save_checkpoint(folder / f"{name}.ckpt")
         dist.barrier()
-        ours, _ = fit(2, Net(), {}, f"{name}.ckpt")
+        ours, _ = fit(2, pl.module(Net)(), {}, f"{name}.ckpt")
         results[f"{name} -> ours"] = {"saved": saved, "loaded": ours.at_start, "losses": ours.losses}
         if name == "ddp":
-            kind, strategy = stock(name)
+            kind, strategy = stock(pl, name)
             results["straight"] = {"losses": fit(2, kind(), strategy)[0].losses}
     like = torch.load(folder / "ddp.ckpt", weights_only=True)
     for form in FORMS:
-        saved = {**results["ddp -> ours"]["saved"], "weights": pretended_fsdp1(folder, form, dict(like))}
-        ours, _ = fit(2, Net(), {}, f"fsdp1, {form}.ckpt")
+        saved = {**results["ddp -> ours"]["saved"], "weights": pretended_fsdp1(pl, folder, form, dict(like))}
+        ours, _ = fit(2, pl.module(Net)(), {}, f"fsdp1, {form}.ckpt")
         results[f"fsdp1, {form} -> ours"] = {"saved": saved, "loaded": ours.at_start, "losses": ours.losses}
     for form in FORMS:
-        _, run = fit(1, Net(), {"state_dict_type": form})
+        _, run = fit(1, pl.module(Net)(), {"state_dict_type": form})
         saved = state_of(run)
         run.save_checkpoint(folder / f"ours, {form}.ckpt")
-        kind, strategy = stock("ddp" if form == "full" else "model parallel, sharded")
+        kind, strategy = stock(pl, "ddp" if form == "full" else "model parallel, sharded")
         theirs, _ = fit(2, kind(), strategy, f"ours, {form}.ckpt")
         results[f"ours, {form} -> stock"] = {"saved": saved, "loaded": theirs.at_start, "losses": theirs.losses}
     return results
@@ -594,9 +604,9 @@ def assert_close(one: Any, other: Any, where: str) -> None:
 
 
 def test_checkpoints_of_lightnings_own_strategies_and_a_pretended_fsdp1_resume_under_ours_and_ours_under_them(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    of_ranks = ranks(2, stock_and_ours, tmp_path)
+    of_ranks = ranks(2, stock_and_ours, pl, tmp_path)
     for rank, results in enumerate(of_ranks):
         straight = results.pop("straight")["losses"]
         for name, result in results.items():
@@ -610,11 +620,60 @@ def test_checkpoints_of_lightnings_own_strategies_and_a_pretended_fsdp1_resume_u
             assert np.allclose(result["losses"], straight[BATCHES:], rtol=5 * ROUNDED), (name, rank)
 
     # And on one device, in this process.
-    net = Net()
-    trainer("32-true", max_epochs=2, limit_val_batches=0).fit(net, ckpt_path=tmp_path / "ours, full.ckpt")
+    net = pl.module(Net)()
+    pl.trainer("32-true", max_epochs=2, limit_val_batches=0).fit(net, ckpt_path=tmp_path / "ours, full.ckpt")
     assert net.at_start == of_ranks[0]["ours, full -> stock"]["saved"]
     of_both = np.mean([each["ours, full -> stock"]["losses"] for each in of_ranks], axis=0)
     assert np.allclose(net.losses, of_both, rtol=5 * ROUNDED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under the other name of Lightning
+
+
+def save_in_both_forms(pl: Lightning, folder: Path) -> dict[str, Any]:
+    states = {}
+    for form in FORMS:
+        run = make_trainer(pl, "fp8-rocm", {"state_dict_type": form})
+        run.fit(pl.module(Net)("two", step_lr=True))
+        run.save_checkpoint(folder / f"{form}.ckpt")
+        states[form] = state_of(run)
+    return states
+
+
+def go_on_from_both_forms(pl: Lightning, folder: Path) -> dict[str, Any]:
+    """What is loaded into a run and into a module alone, and how the run goes on."""
+    found = {}
+    for form in FORMS:
+        path, net = folder / f"{form}.ckpt", pl.module(Net)("two", step_lr=True)
+        run = make_trainer(pl, "fp8-rocm", {"state_dict_type": form}, max_epochs=2)
+        run.fit(net, ckpt_path=path)
+        alone = pl.module(Net).load_from_checkpoint(path)
+        found[form] = {
+            "start": net.at_start,
+            "losses": net.losses,
+            "end": state_of(run),
+            "steps": run.global_step,
+            "alone": listed(dict(alone.named_parameters())),
+            "hyper-parameters": dict(alone.hparams),
+        }
+    return found
+
+
+@pytest.mark.parametrize(("pl", "other"), list(permutations(BOTH)), ids=str)
+def test_a_checkpoint_of_one_name_loads_bit_for_bit_under_the_other_which_goes_on_as_the_first_would(
+    ranks: Ranks, tmp_path: Path, pl: Lightning, other: Lightning
+) -> None:
+    saved = ranks(2, save_in_both_forms, pl, tmp_path)
+    own, others = (ranks(2, go_on_from_both_forms, each, tmp_path) for each in (pl, other))
+    assert others == own
+    for rank, forms in enumerate(others):
+        for form, found in forms.items():
+            assert found["start"] == saved[rank][form]
+            assert found["alone"] == found["start"]["weights"]
+            assert found["hyper-parameters"]["optimizer"] == "two"
+            assert len(found["losses"]) == BATCHES
+            assert found["end"]["weights"] != found["start"]["weights"]
 
 
 BARE = """
@@ -652,18 +711,19 @@ print(json.dumps({
 """
 
 
-def save_both(folder: Path) -> dict[str, Any]:
+def save_both(pl: Lightning, folder: Path) -> dict[str, Any]:
     for form in FORMS:
-        run = make_trainer("fp8-rocm", {"state_dict_type": form})
-        run.fit(Net())
+        run = make_trainer(pl, "fp8-rocm", {"state_dict_type": form})
+        run.fit(pl.module(Net)())
         run.save_checkpoint(folder / f"{form}.ckpt")
     return state_of(run)
 
 
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
 def test_torch_alone_reads_either_form_where_neither_torchao_nor_lightning_nor_this_package_can_be_imported(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    state, _ = ranks(2, save_both, tmp_path)
+    state, _ = ranks(2, save_both, pl, tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", BARE, *(str(tmp_path / name) for name in ("sharded.ckpt", "full.ckpt", "converted.pt"))],
         capture_output=True,
@@ -673,7 +733,7 @@ def test_torch_alone_reads_either_form_where_neither_torchao_nor_lightning_nor_t
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     weights = {name: values for name, (_, _, values) in state["weights"].items()}
-    assert list(weights) == list(Net().state_dict())
+    assert list(weights) == list(pl.module(Net)().state_dict())
     assert read["weights"] == read["converted"] == read["whole"] == weights
     assert read["moments"] == {name: each["exp_avg"][2] for name, each in state["optimizers"][0].items()}
     assert read["optimizer"] == sorted(weights)
@@ -693,35 +753,35 @@ class Larger(Net):
         self.more = nn.Linear(WIDTH, WIDTH)
 
 
-def weights_alone(folder: Path) -> dict[str, Any]:
+def weights_alone(pl: Lightning, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for form in FORMS:
-        keep = ModelCheckpoint(folder, form, save_weights_only=True)
-        run = make_trainer("fp8-rocm", {"state_dict_type": form}, callbacks=[keep], enable_checkpointing=True)
-        run.fit(Net("sgd"))
+        keep = pl.callbacks.ModelCheckpoint(folder, form, save_weights_only=True)
+        run = make_trainer(pl, "fp8-rocm", {"state_dict_type": form}, callbacks=[keep], enable_checkpointing=True)
+        run.fit(pl.module(Net)("sgd"))
         saved, path = state_of(run)["weights"], keep.best_model_path
         dist.barrier()
 
-        again, net = make_trainer(limit_val_batches=1), Net("sgd")
+        again, net = make_trainer(pl, limit_val_batches=1), pl.module(Net)("sgd")
         again.validate(net, ckpt_path=path, verbose=False)
         again.fit(net)
         found[f"{form}, by validate"] = net.at_start["weights"] == saved
 
-        net = Net.load_from_checkpoint(path)
-        make_trainer().fit(net)
+        net = pl.module(Net).load_from_checkpoint(path)
+        make_trainer(pl).fit(net)
         found[f"{form}, by load_from_checkpoint"] = net.at_start["weights"] == saved
         found[f"{form}, hyper-parameters"] = net.hparams.optimizer == "sgd"
-        net = Net.load_from_checkpoint(path, map_location="cpu", optimizer="two")
+        net = pl.module(Net).load_from_checkpoint(path, map_location="cpu", optimizer="two")
         found[f"{form}, an argument in place of a hyper-parameter"] = net.hparams.optimizer == "two"
         try:
-            Larger.load_from_checkpoint(path)
+            pl.module(Larger).load_from_checkpoint(path)
         except RuntimeError as error:
             found[f"{form}, strict"] = 'Missing key(s) in state_dict: "more.weight", "more.bias"' in str(error)
-        larger = Larger.load_from_checkpoint(path, map_location=torch.device("cpu"), strict=False)
+        larger = pl.module(Larger).load_from_checkpoint(path, map_location=torch.device("cpu"), strict=False)
         weights = listed({name: each.detach() for name, each in larger.named_parameters() if "more" not in name})
         found[f"{form}, not strict"] = weights == saved
         try:
-            make_trainer().fit(Net("sgd"), ckpt_path=path)
+            make_trainer(pl).fit(pl.module(Net)("sgd"), ckpt_path=path)
         except ValueError as error:
             says = ("was saved with `save_weights_only=True`", "Pass it to `trainer.validate`", str(path))
             found[f"{form}, fit says what it lacks"] = all(part in str(error) for part in says)
@@ -729,9 +789,9 @@ def weights_alone(folder: Path) -> dict[str, Any]:
 
 
 def test_weights_alone_begin_a_run_by_validate_or_load_from_checkpoint_and_cannot_be_resumed_from(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    for found in ranks(2, weights_alone, tmp_path):
+    for found in ranks(2, weights_alone, pl, tmp_path):
         assert len(found) == 14
         assert [name for name, holds in found.items() if not holds] == []
 
@@ -743,7 +803,7 @@ class Kept:
         self.value = value
 
 
-class KeepsAnObject(L.Callback):
+class KeepsAnObject:
     def __init__(self, value: int) -> None:
         self.kept = Kept(value)
 
@@ -754,14 +814,14 @@ class KeepsAnObject(L.Callback):
         self.kept = state["kept"]
 
 
-def objects(folder: Path) -> dict[str, Any]:
+def objects(pl: Lightning, folder: Path) -> dict[str, Any]:
     """What a resumed callback has, or the error."""
 
     def called(name: str, path: Path, **arguments: Any) -> Any:
-        callback = KeepsAnObject(0)
-        run = make_trainer(callbacks=[callback], max_epochs=2, limit_val_batches=1)
+        callback = pl.callback(KeepsAnObject)(0)
+        run = make_trainer(pl, callbacks=[callback], max_epochs=2, limit_val_batches=1)
         try:
-            getattr(run, name)(Net(), ckpt_path=path, **arguments)
+            getattr(run, name)(pl.module(Net)(), ckpt_path=path, **arguments)
         except pickle.UnpicklingError as error:
             return str(error)
         return callback.kept.value
@@ -769,8 +829,8 @@ def objects(folder: Path) -> dict[str, Any]:
     found = {}
     for form in FORMS:
         path = folder / f"{form}.ckpt"
-        run = make_trainer("fp8-rocm", {"state_dict_type": form}, callbacks=[KeepsAnObject(3)])
-        run.fit(Net())
+        run = make_trainer(pl, "fp8-rocm", {"state_dict_type": form}, callbacks=[pl.callback(KeepsAnObject)(3)])
+        run.fit(pl.module(Net)())
         run.save_checkpoint(path)
         for name in ("fit", "validate"):
             found[f"{form}, {name}, True"] = called(name, path, weights_only=True)
@@ -779,11 +839,18 @@ def objects(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=["one process", "two of torchrun"])
+@pytest.mark.parametrize(
+    ("pl", "world"),
+    [
+        pytest.param(LIGHTNING, 1, id="one process"),
+        pytest.param(STANDALONE, 1, id="one process, pytorch_lightning"),
+        pytest.param(LIGHTNING, 2, id="two of torchrun"),
+    ],
+)
 def test_objects_load_only_with_weights_only_false_and_the_error_says_so_on_all_ranks(
-    ranks: Ranks, tmp_path: Path, world: int
+    pl: Lightning, ranks: Ranks, tmp_path: Path, world: int
 ) -> None:
-    for found in [objects(tmp_path)] if world == 1 else ranks(2, objects, tmp_path):
+    for found in [objects(pl, tmp_path)] if world == 1 else ranks(2, objects, pl, tmp_path):
         assert len(found) == 12
         for name, value in found.items():
             if name.endswith("False"):
@@ -797,18 +864,20 @@ def test_objects_load_only_with_weights_only_false_and_the_error_says_so_on_all_
 # What lies on disk
 
 
-def kept_files(folder: Path) -> dict[str, Any]:
+def kept_files(pl: Lightning, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for form in FORMS:
         for save_last in (True, "link"):
             where = folder / f"{form}, {save_last}"
-            keep = ModelCheckpoint(
+            keep = pl.callbacks.ModelCheckpoint(
                 where, "{step}", monitor="seen", mode="max", save_top_k=2, save_last=save_last, every_n_train_steps=1
             )
             # A link would be there before what it points to, so in the background it is refused.
             strategy = {"state_dict_type": form, "async_checkpoint": save_last is True}
-            net = Net()
-            run = make_trainer("fp8-rocm", strategy, callbacks=[keep], enable_checkpointing=True, limit_test_batches=1)
+            net = pl.module(Net)()
+            run = make_trainer(
+                pl, "fp8-rocm", strategy, callbacks=[keep], enable_checkpointing=True, limit_test_batches=1
+            )
             run.fit(net)
             trained = state_of(run)["weights"]
             dist.barrier()
@@ -823,10 +892,11 @@ def kept_files(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
 def test_the_checkpoints_that_were_to_be_kept_and_no_others_are_on_disk_whole_after_a_run(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    for found in ranks(2, kept_files, tmp_path):
+    for found in ranks(2, kept_files, pl, tmp_path):
         assert found.keys() == {f"{form}, {save_last}" for form in FORMS for save_last in (True, "link")}
         assert all(each == {"best": "step=4.ckpt", "loaded": True} for each in found.values()), found
     for folder in tmp_path.iterdir():
@@ -851,15 +921,15 @@ for target in sys.argv[1:]:
 """
 
 
-def with_left_overs(folder: Path) -> dict[str, Any]:
+def with_left_overs(pl: Lightning, folder: Path) -> dict[str, Any]:
     def hidden() -> int:
         dist.barrier()
         return len([path for path in folder.iterdir() if path.name.startswith(".")])
 
-    def fit(resume: str, epochs: int) -> tuple[Net, list[str]]:
-        net = Net()
-        keep = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-        run = make_trainer(callbacks=[keep], enable_checkpointing=True, max_epochs=epochs, default_root_dir=folder)
+    def fit(resume: str, epochs: int) -> tuple[Any, list[str]]:
+        net = pl.module(Net)()
+        keep = pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        run = make_trainer(pl, callbacks=[keep], enable_checkpointing=True, max_epochs=epochs, default_root_dir=folder)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.fit(net, ckpt_path=resume)
@@ -872,20 +942,20 @@ def with_left_overs(folder: Path) -> dict[str, Any]:
     return {"hidden": [before, after], "first": first, "second": second, "resumed": net.at_start}
 
 
-def save_for_slurm(folder: Path) -> dict[str, Any]:
-    run = make_trainer()
-    run.fit(Net())
+def save_for_slurm(pl: Lightning, folder: Path) -> dict[str, Any]:
+    run = make_trainer(pl)
+    run.fit(pl.module(Net)())
     run.save_checkpoint(folder / "hpc_ckpt_3.ckpt")
     return state_of(run)
 
 
 def test_what_a_killed_run_left_is_named_once_does_not_disturb_a_resume_of_slurm_and_goes_with_the_next_save(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    saved, _ = ranks(2, save_for_slurm, tmp_path)
+    saved, _ = ranks(2, save_for_slurm, pl, tmp_path)
     targets = ["hpc_ckpt_4.ckpt", "last.ckpt"]
     subprocess.run([sys.executable, "-c", BEGINS, *(str(tmp_path / name) for name in targets)], check=True)
-    first, second = ranks(2, with_left_overs, tmp_path)
+    first, second = ranks(2, with_left_overs, pl, tmp_path)
     assert first["hidden"] == second["hidden"] == [2, 0]
     assert first["resumed"] == second["resumed"] == saved
     (told,) = first["first"]

@@ -11,33 +11,30 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from models import Blocks, batches, trainer
+from flavours import LIGHTNING, Lightning
+from models import Blocks, batches
 from ranks import Ranks
 from torch.optim import AdamW
 
-from lightning_fp8_rocm import FSDP2FP8Strategy
 from lightning_fp8_rocm.distributed import publish, storage, whole
 from lightning_fp8_rocm.distributed.publish import CheckedFile, Staging
 
 
-def sharded(strategy: FSDP2FP8Strategy | None = None, **flags: Any) -> L.Trainer:
+def sharded(pl: Lightning, strategy: Any = None, **flags: Any) -> Any:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    strategy = strategy or FSDP2FP8Strategy(compile=False)
-    return trainer("32-true", strategy=strategy, devices=world, **{"max_epochs": 1, **flags})
+    strategy = strategy or pl.FSDP2FP8Strategy(compile=False)
+    return pl.trainer("32-true", strategy=strategy, devices=world, **{"max_epochs": 1, **flags})
 
 
-def background() -> FSDP2FP8Strategy:
-    return FSDP2FP8Strategy(compile=False, async_checkpoint=True)
+def background(pl: Lightning) -> Any:
+    return pl.FSDP2FP8Strategy(compile=False, async_checkpoint=True)
 
 
-def saving(folder: Path, **flags: Any) -> dict[str, Any]:
-    return {"callbacks": [ModelCheckpoint(folder, save_last=True, **flags)], "enable_checkpointing": True}
+def saving(pl: Lightning, folder: Path, **flags: Any) -> dict[str, Any]:
+    return {"callbacks": [pl.callbacks.ModelCheckpoint(folder, save_last=True, **flags)], "enable_checkpointing": True}
 
 
 def error_of(action: Callable[[], Any]) -> str:
@@ -48,9 +45,9 @@ def error_of(action: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def saved(path: Path, module: L.LightningModule | None = None) -> L.Trainer:
-    run = sharded(max_steps=2)
-    run.fit(module or Blocks(), batches())
+def saved(pl: Lightning, path: Path, module: Any = None) -> Any:
+    run = sharded(pl, max_steps=2)
+    run.fit(module or pl.module(Blocks)(), batches())
     run.save_checkpoint(path)
     return run
 
@@ -69,17 +66,17 @@ class Fails(Blocks):
         time.sleep(60)  # as within a collective: nothing but the watcher ends this rank
 
 
-def fail(folder: Path, alone: bool) -> None:
-    keep = OnExceptionCheckpoint(str(folder))
-    sharded(callbacks=[keep], enable_checkpointing=True).fit(Fails(alone), batches())
+def fail(pl: Lightning, folder: Path, alone: bool) -> None:
+    keep = pl.callbacks.OnExceptionCheckpoint(str(folder))
+    sharded(pl, callbacks=[keep], enable_checkpointing=True).fit(pl.module(Fails)(alone), batches())
 
 
-def all_fail(folder: Path) -> str:
-    return error_of(lambda: fail(folder, alone=False))
+def all_fail(pl: Lightning, folder: Path) -> str:
+    return error_of(lambda: fail(pl, folder, alone=False))
 
 
-def test_where_all_ranks_raise_a_callback_saves_on_the_exception(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, all_fail, tmp_path) == ["ArithmeticError: loss is NaN"] * 2
+def test_where_all_ranks_raise_a_callback_saves_on_the_exception(pl: Lightning, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, all_fail, pl, tmp_path) == ["ArithmeticError: loss is NaN"] * 2
     assert publish.verify(tmp_path / "on_exception.ckpt") == []
     assert storage.open_checkpoint(tmp_path / "on_exception.ckpt", weights_only=True).optimizers
 
@@ -109,8 +106,8 @@ def test_a_rank_that_raises_alone_ends_the_run_though_a_callback_would_save_on_e
     assert list(tmp_path.iterdir()) == []
 
 
-def interrupted(path: Path) -> str:
-    run = saved(path)
+def interrupted(pl: Lightning, path: Path) -> str:
+    run = saved(pl, path)
     write = CheckedFile.write
 
     def interrupt(self: CheckedFile, buffer: Any) -> int:
@@ -128,9 +125,9 @@ def interrupted(path: Path) -> str:
 
 
 def test_an_interrupt_during_a_save_stays_one_and_leaves_the_checkpoint_that_was_there(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    assert ranks(2, interrupted, tmp_path / "a.ckpt") == ["KeyboardInterrupt"] * 2
+    assert ranks(2, interrupted, pl, tmp_path / "a.ckpt") == ["KeyboardInterrupt"] * 2
     assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
     assert publish.verify(tmp_path / "a.ckpt") == []
 
@@ -138,8 +135,8 @@ def test_an_interrupt_during_a_save_stays_one_and_leaves_the_checkpoint_that_was
 # ---- file systems
 
 
-def not_shared(folder: Path) -> str:
-    saved(folder / "before.ckpt")
+def not_shared(pl: Lightning, folder: Path) -> str:
+    saved(pl, folder / "before.ckpt")
     first = dist.get_rank() == 0
     made = storage._Writer.__init__
 
@@ -147,11 +144,14 @@ def not_shared(folder: Path) -> str:
         patch.setattr(storage, "_PROPAGATION_S", 0.3)
         if not first:  # its own disk
             patch.setattr(storage._Writer, "__init__", lambda self, path: made(self, folder / "elsewhere" / path.name))
-        return error_of(lambda: saved(folder / "after.ckpt"))
+        return error_of(lambda: saved(pl, folder / "after.ckpt"))
 
 
-def test_where_a_pretended_host_has_a_disk_of_its_own_nothing_is_published(ranks: Ranks, tmp_path: Path) -> None:
-    one, other = ranks(2, not_shared, tmp_path)
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_where_a_pretended_host_has_a_disk_of_its_own_nothing_is_published(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = ranks(2, not_shared, pl, tmp_path)
     assert one == other
     assert "Rank 1 wrote '__1_0.distcp', but host" in one
     assert "must be on a file system that all hosts share" in one
@@ -160,10 +160,12 @@ def test_where_a_pretended_host_has_a_disk_of_its_own_nothing_is_published(ranks
     assert publish.verify(tmp_path / "before.ckpt") == []
 
 
-def slow_disk(folder: Path) -> bool:
+def slow_disk(pl: Lightning, folder: Path) -> bool:
     write = CheckedFile.write
-    run = sharded(FSDP2FP8Strategy(compile=False, timeout=timedelta(seconds=4), state_dict_type="full"), max_steps=1)
-    run.fit(Blocks(), batches())
+    run = sharded(
+        pl, pl.FSDP2FP8Strategy(compile=False, timeout=timedelta(seconds=4), state_dict_type="full"), max_steps=1
+    )
+    run.fit(pl.module(Blocks)(), batches())
     slept = []
 
     def slowly(self: CheckedFile, buffer: Any) -> int:
@@ -177,21 +179,25 @@ def slow_disk(folder: Path) -> bool:
     return (folder / "slow.ckpt").is_file()
 
 
-def test_a_save_may_take_longer_than_the_timeout_of_the_training(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, slow_disk, tmp_path) == [True, True]
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_a_save_may_take_longer_than_the_timeout_of_the_training(pl: Lightning, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, slow_disk, pl, tmp_path) == [True, True]
 
 
-def seen_differently(folder: Path) -> str:
+def seen_differently(pl: Lightning, folder: Path) -> str:
     path = folder / "a.ckpt"
-    saved(path)
+    saved(pl, path)
     first = dist.get_rank() == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "identity", lambda path: (1 if first else 2,))
-        return error_of(lambda: sharded(max_steps=3).fit(Blocks(), batches(), ckpt_path=path))
+        return error_of(lambda: sharded(pl, max_steps=3).fit(pl.module(Blocks)(), batches(), ckpt_path=path))
 
 
-def test_ranks_that_pretend_to_see_different_files_under_one_name_load_none(ranks: Ranks, tmp_path: Path) -> None:
-    one, other = ranks(2, seen_differently, tmp_path)
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_ranks_that_pretend_to_see_different_files_under_one_name_load_none(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = ranks(2, seen_differently, pl, tmp_path)
     assert one == other
     assert "must be the same on all ranks, but is (1,) on rank 0 of 2; (2,) on rank 1 of 2" in one
 
@@ -203,59 +209,62 @@ def replace(path: Path) -> None:
     staging.publish()
 
 
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_what_is_replaced_while_it_is_read_is_an_error(
-    ranks: Ranks, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    pl: Lightning, ranks: Ranks, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
-    ranks(1, replaced_while_it_is_loaded, path, form)
-    read = whole.whole_checkpoint
-    monkeypatch.setattr(whole, "whole_checkpoint", lambda found, **others: [replace(path), read(found, **others)][1])
+    ranks(1, replaced_while_it_is_loaded, pl, path, form)
+    read = whole.assembled
+    monkeypatch.setattr(whole, "assembled", lambda contents: [replace(path), read(contents)][1])
     with pytest.raises(storage.ReplacedError, match=r"last\.ckpt' was replaced by a newer one while it was read. Load"):
-        whole.load(path)
+        whole.load(path, version="2.6.6")
 
 
-def replaced_while_it_is_loaded(path: Path, form: str) -> None:
+def replaced_while_it_is_loaded(pl: Lightning, path: Path, form: str) -> None:
     from lightning_fp8_rocm.distributed import checkpoint
 
-    def run() -> L.Trainer:
-        return sharded(FSDP2FP8Strategy(compile=False, state_dict_type=form), max_steps=2)
+    def run() -> Any:
+        return sharded(pl, pl.FSDP2FP8Strategy(compile=False, state_dict_type=form), max_steps=2)
 
     first = run()
-    first.fit(Blocks(), batches())
+    first.fit(pl.module(Blocks)(), batches())
     first.save_checkpoint(path)
     load = checkpoint.load
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "load", lambda *args, **others: [replace(path), load(*args, **others)][1])
-        said = error_of(lambda: run().fit(Blocks(), batches(), ckpt_path=path))
+        said = error_of(lambda: run().fit(pl.module(Blocks)(), batches(), ckpt_path=path))
     assert "was replaced by a newer one while it was read" in said
 
 
-class Begins(Callback):
+class Begins:
     """At which step training begins."""
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.step = trainer.global_step
 
 
-def old_only(folder: Path) -> tuple[int, int, bool]:
+def old_only(pl: Lightning, folder: Path) -> tuple[int, int, bool]:
     """A kill between the two renames of a file system that cannot exchange."""
     path = folder / "last.ckpt"
-    sharded(max_steps=2, **saving(folder)).fit(Blocks(), batches(4))
+    sharded(pl, max_steps=2, **saving(pl, folder)).fit(pl.module(Blocks)(), batches(4))
     dist.barrier()
     if dist.get_rank() == 0:
         path.rename(folder / "last.ckpt.old")
     dist.barrier()
-    assert Blocks.load_from_checkpoint(path).state_dict().keys() == Blocks().state_dict().keys()
+    assert pl.module(Blocks).load_from_checkpoint(path).state_dict().keys() == pl.module(Blocks)().state_dict().keys()
     dist.barrier()
-    flags, begun = saving(folder), Begins()
-    run = sharded(max_steps=3, max_epochs=3, **{**flags, "callbacks": [begun, *flags["callbacks"]]})
-    run.fit(Blocks(), batches(4), ckpt_path="last")
+    flags, begun = saving(pl, folder), pl.callback(Begins)()
+    run = sharded(pl, max_steps=3, max_epochs=3, **{**flags, "callbacks": [begun, *flags["callbacks"]]})
+    run.fit(pl.module(Blocks)(), batches(4), ckpt_path="last")
     return run.global_step, begun.step, (folder / "last.ckpt.old").exists()
 
 
-def test_a_replacement_that_ended_halfway_is_still_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, old_only, tmp_path) == [(3, 2, False)] * 2
+def test_a_replacement_that_ended_halfway_is_still_the_last_checkpoint(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks(2, old_only, pl, tmp_path) == [(3, 2, False)] * 2
 
 
 def test_what_may_still_be_being_replaced_keeps_its_second_name(tmp_path: Path) -> None:
@@ -280,44 +289,50 @@ def test_a_device_in_place_of_a_shard_is_not_read(tmp_path: Path) -> None:
     assert "is no ordinary file" in str(damage)
 
 
-def without_manifest(path: Path) -> list[str]:
-    saved(path)
+def without_manifest(pl: Lightning, path: Path) -> list[str]:
+    saved(pl, path)
     (path / publish.MANIFEST_NAME).unlink()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sharded(max_steps=3).fit(Blocks(), batches(), ckpt_path=path)
+        sharded(pl, max_steps=3).fit(pl.module(Blocks)(), batches(), ckpt_path=path)
     return [str(each.message) for each in caught]
 
 
-def test_a_checkpoint_that_has_lost_its_manifest_loads_with_a_warning(ranks: Ranks, tmp_path: Path) -> None:
-    (said,) = ranks(1, without_manifest, tmp_path / "a.ckpt")
+def test_a_checkpoint_that_has_lost_its_manifest_loads_with_a_warning(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    (said,) = ranks(1, without_manifest, pl, tmp_path / "a.ckpt")
     assert any("has lost its manifest.json: it was loaded without being verified" in each for each in said)
 
 
 # ---- what is refused
 
 
-def refusals(folder: Path) -> dict[str, str]:
-    def fit(strategy: FSDP2FP8Strategy | None = None, **flags: Any) -> str:
-        return error_of(lambda: sharded(strategy, max_steps=1, **flags).fit(Blocks(), batches()))
+def refusals(pl: Lightning, folder: Path) -> dict[str, str]:
+    def fit(strategy: Any = None, **flags: Any) -> str:
+        return error_of(lambda: sharded(pl, strategy, max_steps=1, **flags).fit(pl.module(Blocks)(), batches()))
 
     (folder / "file").write_text("")
-    link = {"callbacks": [ModelCheckpoint(folder, save_last="link")], "enable_checkpointing": True}
-    remote = {"callbacks": [ModelCheckpoint("memory://run")], "enable_checkpointing": True}
+    link = {"callbacks": [pl.callbacks.ModelCheckpoint(folder, save_last="link")], "enable_checkpointing": True}
+    remote = {"callbacks": [pl.callbacks.ModelCheckpoint("memory://run")], "enable_checkpointing": True}
     return {
-        "link": fit(background(), **link),
+        "link": fit(background(pl), **link),
         "remote": fit(**remote),
-        "no folder": fit(**saving(folder / "file" / "runs")),
+        "no folder": fit(**saving(pl, folder / "file" / "runs")),
         "io": error_of(
-            lambda: L.Trainer(
-                accelerator="cpu", devices=1, strategy="fsdp2_fp8", plugins=[AsyncCheckpointIO()], fast_dev_run=1
-            ).fit(Blocks(), batches())
+            lambda: pl.Trainer(
+                accelerator="cpu",
+                devices=1,
+                strategy="fsdp2_fp8",
+                plugins=[pl.of("plugins.io").AsyncCheckpointIO()],
+                fast_dev_run=1,
+            ).fit(pl.module(Blocks)(), batches())
         ),
     }
 
 
-def test_what_cannot_be_saved_to_or_by_is_refused_at_setup(ranks: Ranks, tmp_path: Path) -> None:
-    (said,) = ranks(1, refusals, tmp_path)
+def test_what_cannot_be_saved_to_or_by_is_refused_at_setup(pl: Lightning, ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(1, refusals, pl, tmp_path)
     assert '`ModelCheckpoint(save_last="link")` does not work with' in said["link"]
     assert "Pass `save_last=True`" in said["link"]
     assert "but got 'memory://run'" in said["remote"]
@@ -348,19 +363,20 @@ class PackedBlocks(Blocks):
         return PackedAdamW(self.parameters(), lr=1e-3)
 
 
-def packed_states(folder: Path) -> tuple[list[str], str]:
-    run = sharded(max_steps=2)
+def packed_states(pl: Lightning, folder: Path) -> tuple[list[str], str]:
+    run = sharded(pl, max_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run.fit(PackedBlocks(), batches())
+        run.fit(pl.module(PackedBlocks)(), batches())
     run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     return [str(each.message) for each in caught], error_of(lambda: run.save_checkpoint(folder / "all.ckpt"))
 
 
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
 def test_states_that_no_checkpoint_can_hold_are_told_of_at_the_first_step_and_refused(
-    ranks: Ranks, tmp_path: Path
+    pl: Lightning, ranks: Ranks, tmp_path: Path
 ) -> None:
-    for said, refused in ranks(2, packed_states, tmp_path):
+    for said, refused in ranks(2, packed_states, pl, tmp_path):
         assert "PackedAdamW keeps the state 'packed' of" in refused
         assert "a Packed, a tensor of a class of its own" in refused
         if said:
@@ -390,34 +406,36 @@ class Extra(Blocks):
         return super().training_step(batch, index)
 
 
-class Saves(Callback):
+class Saves:
     """Saves at every step, and looks whether the save before was complete when the next one is copied."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.before_requeue, self.in_time = folder, [], []
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         step = trainer.global_step
         trainer.save_checkpoint(self.folder / f"{step}.ckpt")
         slurm = self.folder / f"hpc_ckpt_{step}.ckpt"
         trainer.save_checkpoint(slurm)
         self.before_requeue.append(slurm.exists())
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         self.in_time.append(trainer.strategy._saver._thread is None)
 
 
-def in_background(folder: Path) -> tuple[list[bool], list[bool]]:
-    saves = Saves(folder)
+def in_background(pl: Lightning, folder: Path) -> tuple[list[bool], list[bool]]:
+    saves = pl.callback(Saves)(folder)
     slowly = CheckedFile.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckedFile, "write", lambda self, buffer: [time.sleep(0.0002), slowly(self, buffer)][1])
-        sharded(background(), max_steps=2, callbacks=[saves]).fit(Extra(), batches(4))
+        sharded(pl, background(pl), max_steps=2, callbacks=[saves]).fit(pl.module(Extra)(), batches(4))
     return saves.before_requeue, saves.in_time
 
 
-def test_in_the_background_a_checkpoint_is_of_one_moment_and_one_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
-    for before_requeue, in_time in ranks(2, in_background, tmp_path):
+def test_in_the_background_a_checkpoint_is_of_one_moment_and_one_at_a_time(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    for before_requeue, in_time in ranks(2, in_background, pl, tmp_path):
         assert before_requeue == [True] * 2
         assert in_time == [True] * 4
     for step in (1, 2):
@@ -428,4 +446,4 @@ def test_in_the_background_a_checkpoint_is_of_one_moment_and_one_at_a_time(ranks
 
 
 if __name__ == "__main__":
-    fail(Path(sys.argv[1]), alone=True)
+    fail(LIGHTNING, Path(sys.argv[1]), alone=True)

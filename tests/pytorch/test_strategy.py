@@ -16,23 +16,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from models import Blocks, batches, trainer
+from flavours import LIGHTNING, STANDALONE, Lightning, over
+from models import Blocks, batches
 from ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8_rocm import FP8Linear, FP8Precision, FSDP2FP8Strategy, Operand, Product, convert, hardware
+from lightning_fp8_rocm import FP8Linear, Operand, Product, convert, hardware
 from lightning_fp8_rocm import FP8Recipe as Recipe
 from lightning_fp8_rocm.distributed.all_gather import MarkedShard
 
@@ -60,10 +56,10 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def sharded_trainer(precision: Any = "fp8-rocm", *, strategy: Any = "fsdp2_fp8", **flags: Any) -> L.Trainer:
+def sharded_trainer(pl: Lightning, precision: Any = "fp8-rocm", *, strategy: Any = "fsdp2_fp8", **flags: Any) -> Any:
     """A Trainer over all ranks of this call, or over one process."""
     flags.setdefault("devices", dist.get_world_size() if dist.is_initialized() else 1)
-    return trainer(precision, strategy=strategy, **flags)
+    return pl.trainer(precision, strategy=strategy, **flags)
 
 
 HAS_TENSORBOARD = find_spec("tensorboard") is not None
@@ -73,8 +69,8 @@ WEIGHTS = ["blocks.0.1.weight", "blocks.0.3.weight", "blocks.1.1.weight", "block
 # Arguments
 
 
-def test_the_arguments_and_their_defaults_are_these() -> None:
-    parameters = inspect.signature(FSDP2FP8Strategy).parameters
+def test_the_arguments_and_their_defaults_are_these(pl: Lightning) -> None:
+    parameters = inspect.signature(pl.FSDP2FP8Strategy).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert defaults == {
         "auto_wrap_policy": "auto",
@@ -117,9 +113,9 @@ ALLOWED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("argument", ALLOWED)
-def test_allowed_values_are_taken(argument: str) -> None:
+def test_allowed_values_are_taken(pl: Lightning, argument: str) -> None:
     for value in ALLOWED[argument]:
-        FSDP2FP8Strategy(**{argument: value})
+        pl.FSDP2FP8Strategy(**{argument: value})
 
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
@@ -143,42 +139,50 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("argument", REFUSED)
-def test_another_value_is_refused_with_the_argument_what_is_allowed_and_what_was_given(argument: str) -> None:
+def test_another_value_is_refused_with_the_argument_what_is_allowed_and_what_was_given(
+    pl: Lightning, argument: str
+) -> None:
     values, allowed = REFUSED[argument]
     for value in values:
         with pytest.raises((TypeError, ValueError)) as error:
-            FSDP2FP8Strategy(**{argument: value})
+            pl.FSDP2FP8Strategy(**{argument: value})
         says = rf"argument `{argument}` of FSDP2FP8Strategy.*{allowed}"
         assert re.search(says, str(error.value), re.DOTALL), error.value
         assert repr(value) in str(error.value)
-    assert set(ALLOWED) == set(REFUSED) == set(list(inspect.signature(FSDP2FP8Strategy).parameters)[:-1])
+    assert set(ALLOWED) == set(REFUSED) == set(list(inspect.signature(pl.FSDP2FP8Strategy).parameters)[:-1])
 
 
-def test_resharding_to_fewer_ranks_is_refused_with_the_reason() -> None:
+def test_resharding_to_fewer_ranks_is_refused_with_the_reason(pl: Lightning) -> None:
     with pytest.raises(ValueError, match="smaller group of ranks does not work with weights gathered in FP8"):
-        FSDP2FP8Strategy(reshard_after_forward=4)
+        pl.FSDP2FP8Strategy(reshard_after_forward=4)
 
 
-def test_every_argument_of_lightnings_own_sharded_strategies_that_is_none_of_ours_names_what_to_use() -> None:
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+def test_every_argument_of_lightnings_own_sharded_strategies_that_is_none_of_ours_names_what_to_use(
+    pl: Lightning,
+) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     ours = set(ALLOWED)
     theirs: set[str] = set()
-    for known in (FSDPStrategy, ModelParallelStrategy, FullyShardedDataParallel, fully_shard):
+    for known in (
+        pl.strategies.FSDPStrategy,
+        pl.strategies.ModelParallelStrategy,
+        FullyShardedDataParallel,
+        fully_shard,
+    ):
         theirs |= {n for n, p in inspect.signature(known).parameters.items() if p.kind is not p.VAR_KEYWORD}
     theirs -= ours | {"self", "module"}
     theirs |= {"activation_checkpointing", "use_fp8_all_gather", "accelerator"}
     assert {"mixed_precision", "sharding_strategy", "tensor_parallel_size", "mp_policy", "offload_policy"} <= theirs
     for name in sorted(theirs):
         with pytest.raises(TypeError, match=rf"FSDP2FP8Strategy has no argument `{name}`\. Use .+ instead\."):
-            FSDP2FP8Strategy(**{name: None})
+            pl.FSDP2FP8Strategy(**{name: None})
         assert name not in ours
 
 
-def test_a_mistyped_argument_is_a_type_error_that_lists_the_arguments() -> None:
+def test_a_mistyped_argument_is_a_type_error_that_lists_the_arguments(pl: Lightning) -> None:
     with pytest.raises(TypeError, match=r"unexpected argument `reduce_type`.*'reduce_dtype'") as error:
-        FSDP2FP8Strategy(reduce_type="float32")
+        pl.FSDP2FP8Strategy(reduce_type="float32")
     assert all(repr(name) in str(error.value) for name in ALLOWED)
 
 
@@ -186,51 +190,60 @@ def test_a_mistyped_argument_is_a_type_error_that_lists_the_arguments() -> None:
 # Precisions
 
 
-def test_a_precision_is_never_taken_from_the_strategy() -> None:
+def test_a_precision_is_never_taken_from_the_strategy(pl: Lightning) -> None:
     with pytest.raises(TypeError, match=r"no argument `precision_plugin`\. Use `Trainer\(precision=...\)`"):
-        FSDP2FP8Strategy(precision_plugin=FP8Precision())
-    strategy = FSDP2FP8Strategy()
+        pl.FSDP2FP8Strategy(precision_plugin=pl.FP8Precision())
+    strategy = pl.FSDP2FP8Strategy()
     with pytest.raises(TypeError, match=r'Pass it to the Trainer: `Trainer\(precision="fp8-rocm"\)`'):
-        strategy.precision_plugin = FP8Precision()
+        strategy.precision_plugin = pl.FP8Precision()
 
 
 @pytest.mark.parametrize(
-    "plugin",
-    [HalfPrecision("16-true"), MixedPrecision("16-mixed", "cuda"), DoublePrecision(), type("TE", (Precision,), {})()],
-    ids=lambda plugin: type(plugin).__name__ + plugin.precision,
+    "make",
+    [
+        lambda precision: precision.HalfPrecision("16-true"),
+        lambda precision: precision.MixedPrecision("16-mixed", "cuda"),
+        lambda precision: precision.DoublePrecision(),
+        lambda precision: type("TE", (precision.Precision,), {})(),
+    ],
+    ids=["half", "mixed", "double", "another"],
 )
-def test_other_precisions_are_refused_by_name(plugin: Precision) -> None:
+def test_other_precisions_are_refused_by_name(pl: Lightning, make: Callable[[Any], Any]) -> None:
+    plugin = make(pl.of("plugins.precision"))
     with pytest.raises(ValueError, match=r"does not work with the precision.*Allowed: 'fp8-rocm', 'bf16-mixed'") as e:
-        sharded_trainer(plugin)
+        sharded_trainer(pl, plugin)
     assert repr(plugin.precision) in str(e.value)
     assert type(plugin).__name__ in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["16-true", "64-true"])
-def test_other_precisions_are_refused_as_strings(name: str) -> None:
+def test_other_precisions_are_refused_as_strings(pl: Lightning, name: str) -> None:
     with pytest.raises(ValueError, match=rf"does not work with the precision '{name}'"):
-        sharded_trainer(name)
+        sharded_trainer(pl, name)
 
 
-def test_an_instance_that_has_served_one_trainer_serves_the_next_with_the_next_ones_precision() -> None:
-    strategy, module = FSDP2FP8Strategy(), Blocks()
-    sharded_trainer("fp8-rocm", strategy=strategy, fast_dev_run=1).fit(module, batches())
+def test_an_instance_that_has_served_one_trainer_serves_the_next_with_the_next_ones_precision(pl: Lightning) -> None:
+    strategy, module = pl.FSDP2FP8Strategy(), pl.module(Blocks)()
+    sharded_trainer(pl, "fp8-rocm", strategy=strategy, fast_dev_run=1).fit(module, batches())
     assert module.kinds.pop("train") == {"FP8Linear"}
-    with pytest.raises(MisconfigurationException, match="accelerator set through both strategy class and accelerator"):
-        sharded_trainer("bf16-true", strategy=strategy)  # Lightning refuses any strategy that has served
+    with pytest.raises(
+        pl.of("utilities.exceptions").MisconfigurationException,
+        match="accelerator set through both strategy class and accelerator",
+    ):
+        sharded_trainer(pl, "bf16-true", strategy=strategy)  # Lightning refuses any strategy that has served
     strategy._accelerator, strategy.parallel_devices = None, None
-    second = sharded_trainer(MixedPrecision("bf16-mixed", "cpu"), strategy=strategy, fast_dev_run=1)
+    second = sharded_trainer(pl, pl.plugins.MixedPrecision("bf16-mixed", "cpu"), strategy=strategy, fast_dev_run=1)
     assert second.strategy is strategy
-    assert type(second.precision_plugin) is MixedPrecision
+    assert type(second.precision_plugin) is pl.plugins.MixedPrecision
     second.fit(module, batches())
     assert module.kinds["train"] == {"Linear"}
     assert fp8_layers(module) == []
 
 
-class Made(L.Callback):
+class Made:
     """What torch was told of the blocks, where the arguments of the strategy take effect."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         states = [block._get_fsdp_state() for block in module.blocks]
         group = states[0]._fsdp_param_groups[0]
         self.found = {
@@ -246,11 +259,14 @@ class Made(L.Callback):
         }
 
 
-def test_each_argument_reaches_what_it_is_for() -> None:
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_each_argument_reaches_what_it_is_for(pl: Lightning) -> None:
     def made(**arguments: Any) -> dict[str, Any]:
-        seen = Made()
-        module = Blocks()
-        sharded_trainer(strategy=FSDP2FP8Strategy(**arguments), callbacks=[seen], fast_dev_run=1).fit(module, batches())
+        seen = pl.callback(Made)()
+        module = pl.module(Blocks)()
+        sharded_trainer(pl, strategy=pl.FSDP2FP8Strategy(**arguments), callbacks=[seen], fast_dev_run=1).fit(
+            module, batches()
+        )
         assert "_unpatched_forward" not in vars(module.blocks[0])
         assert module.blocks[0]._compiled_call_impl is None
         return seen.found
@@ -289,18 +305,20 @@ def test_each_argument_reaches_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_row_scales_alone_ask_inductor_for_the_casts_of_eager(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_scales_alone_ask_inductor_for_the_casts_of_eager(
+    pl: Lightning, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **kwargs: told.append(kwargs))
-    strategy = FSDP2FP8Strategy(compile=True)
-    sharded_trainer(FP8Precision(recipe), strategy=strategy, fast_dev_run=1).fit(Blocks(), batches())
+    strategy = pl.FSDP2FP8Strategy(compile=True)
+    sharded_trainer(pl, pl.FP8Precision(recipe), strategy=strategy, fast_dev_run=1).fit(pl.module(Blocks)(), batches())
     assert told == [{"options": {"emulate_precision_casts": True}} if recipe == "rowwise" else {}] * 2
 
 
-def test_a_module_may_be_made_on_meta_by_the_trainer() -> None:
-    run = sharded_trainer(fast_dev_run=1)
+def test_a_module_may_be_made_on_meta_by_the_trainer(pl: Lightning) -> None:
+    run = sharded_trainer(pl, fast_dev_run=1)
     with run.init_module(empty_init=True):
-        module = Blocks()
+        module = pl.module(Blocks)()
     assert all(parameter.is_meta for parameter in module.parameters())
     run.fit(module, batches())
     assert all(parameter.full_tensor().isfinite().all() for parameter in module.parameters())
@@ -311,23 +329,25 @@ def test_a_module_may_be_made_on_meta_by_the_trainer() -> None:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], LightningCLI]:
+def cli(pl: Lightning, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     monkeypatch.setattr(sys, "argv", ["main.py"])
 
-    def parse(strategy: str, *args: str) -> LightningCLI:
+    def parse(strategy: str, *args: str) -> Any:
         path = tmp_path / "config.yaml"
         path.write_text(f"trainer:\n  accelerator: cpu\n  devices: 1\n  logger: false\n{strategy}")
-        return LightningCLI(
-            Blocks, args=[f"--config={path}", *args], run=False, save_config_callback=None, seed_everything_default=1
-        )
+        options = {"run": False, "save_config_callback": None, "seed_everything_default": 1}
+        return pl.cli.LightningCLI(pl.module(Blocks), args=[f"--config={path}", *args], **options)
 
     return parse
 
 
-BY_CLASS_PATH = """
+def by_class_path(pl: Lightning, argument: str, text: str) -> str:
+    """YAML for the strategy with one argument."""
+    return f"""
   strategy:
-    class_path: lightning_fp8_rocm.FSDP2FP8Strategy
+    class_path: {pl.class_path("FSDP2FP8Strategy")}
     init_args:
+      {argument}: {text}
 """
 
 
@@ -350,43 +370,43 @@ BY_CLASS_PATH = """
         ("forward_prefetch", "2", 2),
     ],
 )
-def test_the_cli_takes_arguments_from_yaml(cli: Any, argument: str, text: str, expected: Any) -> None:
-    run = cli(f"{BY_CLASS_PATH}      {argument}: {text}\n").trainer
-    assert type(run.strategy) is FSDP2FP8Strategy
+def test_the_cli_takes_arguments_from_yaml(pl: Lightning, cli: Any, argument: str, text: str, expected: Any) -> None:
+    run = cli(by_class_path(pl, argument, text)).trainer
+    assert type(run.strategy) is pl.FSDP2FP8Strategy
     names = {"device_mesh": "mesh_sizes", "timeout": "_timeout"}
     assert getattr(run.strategy, names.get(argument, argument)) == expected
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "{mode: default}", "[torch.nn.GELU]", "0:05:00"])
-def test_a_printed_config_can_be_read_again(cli: Any, text: str, capsys: Any, tmp_path: Path) -> None:
+def test_a_printed_config_can_be_read_again(pl: Lightning, cli: Any, text: str, capsys: Any, tmp_path: Path) -> None:
     argument = {"[1, 2]": "device_mesh", "{mode: default}": "compile", "0:05:00": "timeout"}.get(
         text, "auto_wrap_policy"
     )
     with pytest.raises(SystemExit):
-        cli(f"{BY_CLASS_PATH}      {argument}: {text}\n", "--print_config")
+        cli(by_class_path(pl, argument, text), "--print_config")
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
     again = cli("  strategy: " + yaml.safe_dump(printed, default_flow_style=True).replace("\n", " ") + "\n")
-    first = cli(f"{BY_CLASS_PATH}      {argument}: {text}\n")
+    first = cli(by_class_path(pl, argument, text))
     names = {"device_mesh": "mesh_sizes", "timeout": "_timeout"}
     one, other = (getattr(c.trainer.strategy, names.get(argument, argument)) for c in (first, again))
     assert one == other
 
 
-def test_the_cli_refuses_an_argument_of_fsdp1_by_name(cli: Any, capsys: Any) -> None:
+def test_the_cli_refuses_an_argument_of_fsdp1_by_name(pl: Lightning, cli: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        cli(f"{BY_CLASS_PATH}      mixed_precision: bf16\n")
+        cli(by_class_path(pl, "mixed_precision", "bf16"))
     assert "mixed_precision" in capsys.readouterr().err  # what jsonargparse says of it differs by version
 
 
-def test_the_cli_takes_both_names_and_both_class_paths(cli: Any) -> None:
+def test_the_cli_takes_both_names_and_both_class_paths(pl: Lightning, cli: Any) -> None:
     by_name = cli("  strategy: fsdp2_fp8\n  precision: fp8-rocm\n").trainer
     by_path = cli(
-        "  strategy: {class_path: lightning_fp8_rocm.FSDP2FP8Strategy}\n"
-        "  plugins: [{class_path: lightning_fp8_rocm.FP8Precision}]\n"
+        f"  strategy: {{class_path: {pl.class_path('FSDP2FP8Strategy')}}}\n"
+        f"  plugins: [{{class_path: {pl.class_path('FP8Precision')}}}]\n"
     ).trainer
     for run in (by_name, by_path):
-        assert type(run.strategy) is FSDP2FP8Strategy
-        assert type(run.precision_plugin) is FP8Precision
+        assert type(run.strategy) is pl.FSDP2FP8Strategy
+        assert type(run.precision_plugin) is pl.FP8Precision
         assert run.strategy.precision_plugin is run.precision_plugin
 
 
@@ -394,10 +414,10 @@ def test_the_cli_takes_both_names_and_both_class_paths(cli: Any) -> None:
 # What cannot be sharded
 
 
-def fails(module: L.LightningModule, match: str, precision: Any = "fp8-rocm", **flags: Any) -> str:
+def fails(pl: Lightning, module: Any, match: str, precision: Any = "fp8-rocm", **flags: Any) -> str:
     """Fit one batch, and expect that it is refused."""
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
-        sharded_trainer(precision, fast_dev_run=1, **flags).fit(module, batches())
+        sharded_trainer(pl, precision, fast_dev_run=1, **flags).fit(module, batches())
     assert re.search(match, str(error.value), re.DOTALL), error.value
     assert fp8_layers(module) == [], "the module is given back as it was"
     assert not isinstance(module, FSDPModule)
@@ -405,20 +425,25 @@ def fails(module: L.LightningModule, match: str, precision: Any = "fp8-rocm", **
 
 
 @pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"])
-def test_callbacks_that_copy_the_whole_model_are_refused_by_name(name: str) -> None:
+def test_callbacks_that_copy_the_whole_model_are_refused_by_name(pl: Lightning, name: str) -> None:
     arguments = {"swa_lrs": 1e-3} if name.startswith("Stochastic") else {}
-    callback = getattr(callbacks, name)(**arguments)
-    fails(Blocks(), rf"The callback {name} copies the whole model.*Use `lightning_fp8_rocm\.EMA`", callbacks=[callback])
+    callback = getattr(pl.callbacks, name)(**arguments)
+    fails(
+        pl,
+        pl.module(Blocks)(),
+        rf"The callback {name} copies the whole model.*Use `lightning_fp8_rocm\.EMA`",
+        callbacks=[callback],
+    )
 
 
-def test_a_compiled_lightning_module_is_refused_by_lightning() -> None:
+def test_a_compiled_lightning_module_is_refused_by_lightning(pl: Lightning) -> None:
     with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy: `FSDP2FP8Strate"):
-        sharded_trainer(fast_dev_run=1).fit(torch.compile(Blocks()), batches())
+        sharded_trainer(pl, fast_dev_run=1).fit(torch.compile(pl.module(Blocks)()), batches())
 
 
-def test_one_device_runs_in_fp8_and_gathers_nothing(capsys: Any) -> None:
-    module, seen = Blocks(), Watch()
-    run = sharded_trainer(callbacks=[seen], fast_dev_run=2)
+def test_one_device_runs_in_fp8_and_gathers_nothing(pl: Lightning, capsys: Any) -> None:
+    module, seen = pl.module(Blocks)(), pl.callback(Watch)()
+    run = sharded_trainer(pl, callbacks=[seen], fast_dev_run=2)
     run.fit(module, batches())
     assert module.kinds["train"] == {"FP8Linear"}
     assert seen.marked == []
@@ -426,8 +451,13 @@ def test_one_device_runs_in_fp8_and_gathers_nothing(capsys: Any) -> None:
     assert "FSDP2: 4 units on 1 rank, nothing to gather." in capsys.readouterr().out
 
 
-def test_sync_batchnorm_is_refused() -> None:
-    fails(Blocks(), r"sync_batchnorm=True.*not supported by FSDP2FP8Strategy.*LayerNorm", sync_batchnorm=True)
+def test_sync_batchnorm_is_refused(pl: Lightning) -> None:
+    fails(
+        pl,
+        pl.module(Blocks)(),
+        r"sync_batchnorm=True.*not supported by FSDP2FP8Strategy.*LayerNorm",
+        sync_batchnorm=True,
+    )
 
 
 class OnMeta(Blocks):
@@ -455,48 +485,58 @@ class LosesABuffer(nn.Linear):
         self.register_buffer("angles", torch.arange(16.0), persistent=False)
 
 
-def test_what_lies_on_meta_and_cannot_initialise_itself_is_refused_by_name() -> None:
+def test_what_lies_on_meta_and_cannot_initialise_itself_is_refused_by_name(pl: Lightning) -> None:
     says = r"extra \(CannotInitialise: table\).*Give them a method `reset_parameters\(\)`"
-    fails(OnMeta(CannotInitialise), says)
-    fails(OnMeta(LosesABuffer), r"extra \(LosesABuffer\).*did not fill 'angles'.*the values would be random")
+    fails(pl, pl.module(OnMeta)(CannotInitialise), says)
+    fails(
+        pl,
+        pl.module(OnMeta)(LosesABuffer),
+        r"extra \(LosesABuffer\).*did not fill 'angles'.*the values would be random",
+    )
 
 
-def test_lazy_layers_and_scalars_are_refused_by_name() -> None:
-    class Bad(Blocks):
+def test_lazy_layers_and_scalars_are_refused_by_name(pl: Lightning) -> None:
+    class Bad(pl.module(Blocks)):
         def __init__(self) -> None:
             super().__init__()
             self.lazy = nn.LazyLinear(16)
             self.scale = nn.Parameter(torch.tensor(1.0))
 
-    message = fails(Bad(), "FSDP2 cannot train this module as it is")
+    message = fails(pl, Bad(), "FSDP2 cannot train this module as it is")
     assert "'scale' has no dimension to shard" in message
     assert "'lazy.weight' is not initialised yet" in message
 
 
-def test_a_policy_that_matches_nothing_is_refused_and_lists_the_classes() -> None:
-    strategy = FSDP2FP8Strategy(auto_wrap_policy={"LlamaDecoderLayer"})
-    fails(Blocks(), r"'LlamaDecoderLayer' in `auto_wrap_policy` matches no module.*Sequential", strategy=strategy)
-    strategy = FSDP2FP8Strategy(activation_checkpointing_policy={"LlamaDecoderLayer"})
+def test_a_policy_that_matches_nothing_is_refused_and_lists_the_classes(pl: Lightning) -> None:
+    strategy = pl.FSDP2FP8Strategy(auto_wrap_policy={"LlamaDecoderLayer"})
     fails(
-        Blocks(),
+        pl,
+        pl.module(Blocks)(),
+        r"'LlamaDecoderLayer' in `auto_wrap_policy` matches no module.*Sequential",
+        strategy=strategy,
+    )
+    strategy = pl.FSDP2FP8Strategy(activation_checkpointing_policy={"LlamaDecoderLayer"})
+    fails(
+        pl,
+        pl.module(Blocks)(),
         "'LlamaDecoderLayer'.*`activation_checkpointing_policy.*matches no module.*Classes in",
         strategy=strategy,
     )
 
 
-def test_compile_without_blocks_is_refused_where_it_was_asked() -> None:
-    class Flat(Blocks):
+def test_compile_without_blocks_is_refused_where_it_was_asked(pl: Lightning) -> None:
+    class Flat(pl.module(Blocks)):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([self.blocks[0]])
 
-    fails(Flat(), "this one has none. Name them in `auto_wrap_policy`", strategy=FSDP2FP8Strategy(compile=True))
+    fails(pl, Flat(), "this one has none. Name them in `auto_wrap_policy`", strategy=pl.FSDP2FP8Strategy(compile=True))
 
 
-def refused(module: L.LightningModule, precision: Any = "fp8-rocm", **flags: Any) -> tuple[str, str]:
+def refused(pl: Lightning, module: Any, precision: Any = "fp8-rocm", **flags: Any) -> tuple[str, str]:
     """What a rank is told when it fits ``module``."""
     try:
-        sharded_trainer(precision, fast_dev_run=1, **flags).fit(module, batches())
+        sharded_trainer(pl, precision, fast_dev_run=1, **flags).fit(module, batches())
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -527,43 +567,47 @@ class WrappedByFSDP1(Blocks):
         self.blocks[0] = FullyShardedDataParallel(self.blocks[0], device_id=torch.device("cpu"))
 
 
-def _errors(path: Path) -> dict[str, tuple[str, str]]:
+def _errors(pl: Lightning, path: Path) -> dict[str, tuple[str, str]]:
     first = dist.get_rank() == 0
-    run = sharded_trainer(fast_dev_run=1)
-    run.fit(Blocks(), batches())
+    run = sharded_trainer(pl, fast_dev_run=1)
+    run.fit(pl.module(Blocks)(), batches())
     run.save_checkpoint(path / "good.ckpt")
     unlike = Recipe(
         Product(Operand("row"), Operand("row")), Product(Operand("row", "e5m2"), Operand("row")), None, name="mine"
     )
     return {
-        "mesh": refused(Blocks(), strategy=FSDP2FP8Strategy(device_mesh=(2, 2))),
-        "all-gather": refused(Blocks(), FP8Precision(unlike), strategy=FSDP2FP8Strategy(fp8_all_gather=True)),
-        "tp": refused(TensorParallel()),
-        "fsdp1": refused(WrappedByFSDP1()),
-        "one bad layer": refused(Blocks() if first else WithScalar()),
-        "one bad pattern": refused(Blocks(), FP8Precision(exclude=["head" if first else "lm_head"])),
-        "one bad optimizer": refused(Blocks() if first else WithoutOptimizer()),
-        "two formats": refused(Blocks(), FP8Precision(fp8_format="ocp" if first else "fnuz")),
-        "no file": fit_from(path / ("no.ckpt" if first else "other.ckpt")),
-        "no file on one": fit_from(path / "good.ckpt", seen=first),
+        "mesh": refused(pl, pl.module(Blocks)(), strategy=pl.FSDP2FP8Strategy(device_mesh=(2, 2))),
+        "all-gather": refused(
+            pl, pl.module(Blocks)(), pl.FP8Precision(unlike), strategy=pl.FSDP2FP8Strategy(fp8_all_gather=True)
+        ),
+        "tp": refused(pl, pl.module(TensorParallel)()),
+        "fsdp1": refused(pl, pl.module(WrappedByFSDP1)()),
+        "one bad layer": refused(pl, pl.module(Blocks)() if first else pl.module(WithScalar)()),
+        "one bad pattern": refused(pl, pl.module(Blocks)(), pl.FP8Precision(exclude=["head" if first else "lm_head"])),
+        "one bad optimizer": refused(pl, pl.module(Blocks)() if first else pl.module(WithoutOptimizer)()),
+        "two formats": refused(pl, pl.module(Blocks)(), pl.FP8Precision(fp8_format="ocp" if first else "fnuz")),
+        "no file": fit_from(pl, path / ("no.ckpt" if first else "other.ckpt")),
+        "no file on one": fit_from(pl, path / "good.ckpt", seen=first),
     }
 
 
-def fit_from(path: Path, seen: bool = True) -> tuple[str, str]:
+def fit_from(pl: Lightning, path: Path, seen: bool = True) -> tuple[str, str]:
     from lightning_fp8_rocm.distributed import storage
 
     try:
         with pytest.MonkeyPatch.context() as patch:
             if not seen:
                 patch.setattr(storage, "check_readable", lambda path: Path(path, "gone").read_bytes())
-            sharded_trainer(fast_dev_run=1).fit(Blocks(), batches(), ckpt_path=str(path))
+            sharded_trainer(pl, fast_dev_run=1).fit(pl.module(Blocks)(), batches(), ckpt_path=str(path))
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 
 
-def test_what_one_rank_or_all_cannot_do_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    one, other = ranks(2, _errors, tmp_path)
+def test_what_one_rank_or_all_cannot_do_is_the_same_error_on_all_ranks(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = ranks(2, _errors, pl, tmp_path)
     assert one == other
     for name, says in {
         "mesh": r"`device_mesh` to be \(replicate, shard\).*= 2, the number of processes, but got \(2, 2\)",
@@ -585,9 +629,9 @@ def test_what_one_rank_or_all_cannot_do_is_the_same_error_on_all_ranks(ranks: Ra
 
 
 @contextmanager
-def pretended_nccl() -> Iterator[None]:
+def pretended_nccl(pl: Lightning) -> Iterator[None]:
     """Let Lightning's loops believe that the backend is ``nccl``: they choose ``inference_mode`` then."""
-    from lightning.pytorch.loops import utilities
+    utilities = pl.of("loops.utilities")
 
     class Pretended:
         @staticmethod
@@ -599,14 +643,14 @@ def pretended_nccl() -> Iterator[None]:
         yield
 
 
-class NoInference(L.Callback):
+class NoInference:
     """Counts the batches of evaluation, and those in which tensors would be unusable for training."""
 
     def __init__(self) -> None:
         self.batches: dict[str, int] = {}
         self.found = 0
 
-    def look(self, trainer: L.Trainer, module: nn.Module) -> None:
+    def look(self, trainer: Any, module: nn.Module) -> None:
         stage = str(trainer.state.stage.value)
         self.batches[stage] = self.batches.get(stage, 0) + 1
         tensors = [*module.parameters(), *module.buffers()]
@@ -622,17 +666,17 @@ class NoInference(L.Callback):
         self.look(trainer, module)
 
 
-class WithoutOurSwitch(FSDP2FP8Strategy):
-    def setup(self, trainer: L.Trainer) -> None:
+class WithoutOurSwitch:
+    def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = True
 
 
-def _all_stages(path: Path, recipe: str) -> None:
-    data, module, spy = batches(), Blocks(), NoInference()
-    with pretended_nccl():
-        run = sharded_trainer(FP8Precision(recipe), callbacks=[spy])
+def _all_stages(pl: Lightning, path: Path, recipe: str) -> None:
+    data, module, spy = batches(), pl.module(Blocks)(), pl.callback(NoInference)()
+    with pretended_nccl(pl):
+        run = sharded_trainer(pl, pl.FP8Precision(recipe), callbacks=[spy])
         run.validate(module, data, verbose=False)
         start = full_weights(module)
         run.fit(module, data, data)
@@ -643,7 +687,7 @@ def _all_stages(path: Path, recipe: str) -> None:
         run.fit(module, data, data)
         after_second = full_weights(module)
         run.save_checkpoint(path / "two.ckpt")
-        fresh = Blocks()
+        fresh = pl.module(Blocks)()
         run.validate(fresh, data, ckpt_path=str(path / "two.ckpt"), verbose=False)
     assert spy.batches == {"validate": 2 + 2 + 2 + 2, "sanity_check": 2 + 2, "test": 2, "predict": 2}
     assert spy.found == 0
@@ -665,8 +709,8 @@ def _all_stages(path: Path, recipe: str) -> None:
     losses = []
     for precision, kind in (("bf16-mixed", "Linear"), ("fp8-rocm", "FP8Linear")):
         module.kinds.clear()
-        seen = Watch()
-        second = sharded_trainer(precision, max_epochs=1, callbacks=[seen])
+        seen = pl.callback(Watch)()
+        second = sharded_trainer(pl, precision, max_epochs=1, callbacks=[seen])
         second.fit(module, data)
         assert module.kinds == {"train": {kind}}
         assert seen.marked == (WEIGHTS if kind == "FP8Linear" else [])
@@ -677,10 +721,10 @@ def _all_stages(path: Path, recipe: str) -> None:
     assert all(loss.isfinite() for loss in losses)
 
     with pytest.raises(ValueError, match=r"was sharded before, to compute in torch\.bfloat16, and this.*new module"):
-        sharded_trainer("32-true", max_epochs=1).fit(module, data)
+        sharded_trainer(pl, "32-true", max_epochs=1).fit(module, data)
 
 
-class Watch(L.Callback):
+class Watch:
     """What is marked while training goes on."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -690,15 +734,15 @@ class Watch(L.Callback):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_all_stages_run_on_one_trainer_on_a_pretended_nccl_and_other_trainers_follow(
-    ranks: Ranks, tmp_path: Path, recipe: str
+    pl: Lightning, ranks: Ranks, tmp_path: Path, recipe: str
 ) -> None:
-    ranks(2, _all_stages, tmp_path, recipe)
+    ranks(2, _all_stages, pl, tmp_path, recipe)
 
 
-def _without_switch() -> str:
-    module, spy = Blocks(), NoInference()
-    with pretended_nccl():
-        run = sharded_trainer(strategy=WithoutOurSwitch(), callbacks=[spy])
+def _without_switch(pl: Lightning) -> str:
+    module, spy = pl.module(Blocks)(), pl.callback(NoInference)()
+    with pretended_nccl(pl):
+        run = sharded_trainer(pl, strategy=over(WithoutOurSwitch, pl.FSDP2FP8Strategy)(), callbacks=[spy])
         run.strategy._watcher.start = lambda: None
         try:
             run.validate(module, batches(), verbose=False)
@@ -708,17 +752,17 @@ def _without_switch() -> str:
     return "went well"
 
 
-def test_without_our_switch_a_pretended_nccl_would_fail(ranks: Ranks) -> None:
-    for told in ranks(2, _without_switch):
+def test_without_our_switch_a_pretended_nccl_would_fail(pl: Lightning, ranks: Ranks) -> None:
+    for told in ranks(2, _without_switch, pl):
         assert re.search("(?i)inference", told), told
 
 
-def _limits() -> None:
+def _limits(pl: Lightning) -> None:
     data = batches()  # 32 samples: 2 batches of 8 a rank
 
-    def fit(**flags: Any) -> tuple[L.Trainer, Blocks, NoInference]:
-        module, spy = Blocks(), NoInference()
-        run = sharded_trainer(**{"callbacks": [spy], **flags})
+    def fit(**flags: Any) -> tuple[Any, Any, Any]:
+        module, spy = pl.module(Blocks)(), pl.callback(NoInference)()
+        run = sharded_trainer(pl, **{"callbacks": [spy], **flags})
         run.fit(module, data, data)
         assert module.kinds["train"] == {"FP8Linear"}
         gathered: list[Any] = [None, None]
@@ -738,7 +782,7 @@ def _limits() -> None:
     steps: list[Any] = [None, None]
     dist.all_gather_object(steps, run.global_step)
     assert steps[0] == steps[1] > 0
-    barebones = L.Trainer(
+    barebones = pl.Trainer(
         accelerator="cpu", devices=2, barebones=True, precision="fp8-rocm", strategy="fsdp2_fp8", max_steps=2
     )
     barebones.fit(module, data)
@@ -746,8 +790,8 @@ def _limits() -> None:
     run.test(module, data, verbose=False)
 
 
-def test_the_limits_of_a_trainer_hold(ranks: Ranks) -> None:
-    ranks(2, _limits)
+def test_the_limits_of_a_trainer_hold(pl: Lightning, ranks: Ranks) -> None:
+    ranks(2, _limits, pl)
 
 
 class Logs(Blocks):
@@ -772,20 +816,20 @@ class Logs(Blocks):
         return super().training_step(batch, index)
 
 
-def _logs() -> dict[str, float]:
-    run = sharded_trainer(max_steps=1)
-    run.fit(Logs(), batches())
+def _logs(pl: Lightning) -> dict[str, float]:
+    run = sharded_trainer(pl, max_steps=1)
+    run.fit(pl.module(Logs)(), batches())
     return {name: run.logged_metrics[name].item() for name in ("mean", "sum")}
 
 
-def test_values_are_reduced_and_sent_over_all_ranks(ranks: Ranks) -> None:
-    assert ranks(2, _logs) == [{"mean": 0.5, "sum": 3.0}] * 2
+def test_values_are_reduced_and_sent_over_all_ranks(pl: Lightning, ranks: Ranks) -> None:
+    assert ranks(2, _logs, pl) == [{"mean": 0.5, "sum": 3.0}] * 2
 
 
-class Writes(L.Callback):
+class Writes:
     """Puts other tensors in the place of the weights between the steps, and looks at once, as a user might."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: list[Tensor], index: int) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: list[Tensor], index: int) -> None:
         with torch.no_grad():
             state = {name: value.detach().clone() * 3 for name, value in module.state_dict().items()}
             module.load_state_dict(state, assign=True)
@@ -798,7 +842,7 @@ def check_output(module: Any, x: Tensor) -> None:
     """It is that of a model which was just built with the weights of now."""
     with torch.no_grad():
         output = module(x)
-        fresh = Blocks()
+        fresh = LIGHTNING.module(Blocks)()
         fresh.load_state_dict(full_weights(module))
         convert(fresh)
         with torch.autocast("cpu", torch.bfloat16):
@@ -810,10 +854,10 @@ def apart(output: Tensor, other: Tensor) -> float:
     return ((output.float() - other.float()).norm() / other.float().norm()).item()
 
 
-def _writes() -> None:
+def _writes(pl: Lightning) -> None:
     for manual in (False, True):
-        module = Blocks() if not manual else Manual()
-        run = sharded_trainer(limit_train_batches=2, callbacks=[Writes()])
+        module = pl.module(Blocks)() if not manual else pl.module(Manual)()
+        run = sharded_trainer(pl, limit_train_batches=2, callbacks=[pl.callback(Writes)()])
         run.fit(module, batches())
         assert run.global_step == 2
 
@@ -834,11 +878,14 @@ class Manual(Blocks):
             check_output(self, batch[0])
 
 
-def test_weights_that_a_hook_or_a_manual_step_writes_count_at_once_and_travel_in_fp8(ranks: Ranks) -> None:
-    ranks(2, _writes)
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_weights_that_a_hook_or_a_manual_step_writes_count_at_once_and_travel_in_fp8(
+    pl: Lightning, ranks: Ranks
+) -> None:
+    ranks(2, _writes, pl)
 
 
-class Graphs(L.Callback):
+class Graphs:
     """How many graphs there are after each batch."""
 
     def __init__(self) -> None:
@@ -848,15 +895,16 @@ class Graphs(L.Callback):
         self.counts.append(counters["stats"]["unique_graphs"])
 
 
-def _compiled() -> None:
+def _compiled(pl: Lightning) -> None:
     found = []
     for compiled in ({"backend": "aot_eager", "fullgraph": True}, False):
         torch._dynamo.reset()
         counters.clear()
-        graphs = Graphs()
-        module = Blocks()
+        graphs = pl.callback(Graphs)()
+        module = pl.module(Blocks)()
         run = sharded_trainer(
-            strategy=FSDP2FP8Strategy(compile=compiled, activation_checkpointing_policy="full"),
+            pl,
+            strategy=pl.FSDP2FP8Strategy(compile=compiled, activation_checkpointing_policy="full"),
             callbacks=[graphs],
             max_epochs=2,
             accumulate_grad_batches=2,
@@ -873,15 +921,16 @@ def _compiled() -> None:
     assert all(apart(found[0][name], found[1][name]) < 1e-2 for name in found[0])
 
 
-def test_blocks_compiled_by_the_strategy_are_compiled_once_and_train_as_eager_ones(ranks: Ranks) -> None:
-    ranks(2, _compiled)
+@pytest.mark.parametrize("pl", [LIGHTNING], ids=str)
+def test_blocks_compiled_by_the_strategy_are_compiled_once_and_train_as_eager_ones(pl: Lightning, ranks: Ranks) -> None:
+    ranks(2, _compiled, pl)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
-def optimizer_tensors(run: L.Trainer) -> dict[str, Tensor]:
+def optimizer_tensors(run: Any) -> dict[str, Tensor]:
     state = run.optimizers[0].state
     return {
         f"{index}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -890,23 +939,24 @@ def optimizer_tensors(run: L.Trainer) -> dict[str, Tensor]:
     }
 
 
-def _checkpoints(path: Path, kind: str, save_last: Any) -> dict[str, Tensor]:
+def _checkpoints(pl: Lightning, path: Path, kind: str, save_last: Any) -> dict[str, Tensor]:
     data = batches()
 
-    def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[L.Trainer, Blocks]:
+    def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[Any, Any]:
         torch.manual_seed(3)
-        keep = callbacks.ModelCheckpoint(
+        keep = pl.callbacks.ModelCheckpoint(
             path / folder, "{epoch}", monitor="train_loss", save_top_k=2, save_last=save_last
         )
         run = sharded_trainer(
-            FP8Precision("rowwise"),
-            strategy=FSDP2FP8Strategy(state_dict_type=kind),
+            pl,
+            pl.FP8Precision("rowwise"),
+            strategy=pl.FSDP2FP8Strategy(state_dict_type=kind),
             max_epochs=epochs,
             callbacks=[keep],
             enable_checkpointing=True,
             gradient_clip_val=1.0,
         )
-        module = Blocks()
+        module = pl.module(Blocks)()
         run.fit(module, data, ckpt_path=resume)
         return run, module
 
@@ -937,11 +987,15 @@ def _checkpoints(path: Path, kind: str, save_last: Any) -> dict[str, Tensor]:
     return wanted
 
 
-@pytest.mark.parametrize(("kind", "save_last"), [("sharded", True), ("sharded", "link"), ("full", True)])
+@pytest.mark.parametrize(
+    ("pl", "kind", "save_last"),
+    [(LIGHTNING, "sharded", True), (STANDALONE, "sharded", "link"), (LIGHTNING, "full", True)],
+    ids=str,
+)
 def test_a_run_resumes_from_its_checkpoint_as_if_it_had_not_stopped(
-    ranks: Ranks, tmp_path: Path, kind: str, save_last: Any
+    pl: Lightning, ranks: Ranks, tmp_path: Path, kind: str, save_last: Any
 ) -> None:
-    wanted, _ = ranks(2, _checkpoints, tmp_path, kind, save_last)
+    wanted, _ = ranks(2, _checkpoints, pl, tmp_path, kind, save_last)
     for file in (each for each in tmp_path.rglob("*") if each.is_file()):
         content = file.read_bytes()
         assert b"lightning_fp8_rocm" not in content, file
@@ -955,29 +1009,29 @@ def test_a_run_resumes_from_its_checkpoint_as_if_it_had_not_stopped(
     assert equal(checkpoint["state_dict"], wanted)
 
     # On one device, without our strategy and without FP8, and back.
-    module = Blocks()
-    run = trainer(MixedPrecision("bf16-mixed", "cpu"), max_epochs=4)
+    module = pl.module(Blocks)()
+    run = pl.trainer(pl.plugins.MixedPrecision("bf16-mixed", "cpu"), max_epochs=4)
     run.fit(module, batches(), ckpt_path=str(last))
     assert run.current_epoch == 4
     assert not equal(full_weights(module), wanted)
     run.save_checkpoint(tmp_path / "one.ckpt")
-    one, _ = ranks(2, _load_from_one_device, tmp_path / "one.ckpt")
+    one, _ = ranks(2, _load_from_one_device, pl, tmp_path / "one.ckpt")
     assert equal(one, full_weights(module))
 
 
-def _load_from_one_device(path: Path) -> dict[str, Tensor]:
-    module, seen = Blocks(), Start()
-    run = sharded_trainer(max_epochs=5, callbacks=[seen])
+def _load_from_one_device(pl: Lightning, path: Path) -> dict[str, Tensor]:
+    module, seen = pl.module(Blocks)(), pl.callback(Start)()
+    run = sharded_trainer(pl, max_epochs=5, callbacks=[seen])
     run.fit(module, batches(), ckpt_path=str(path))
     assert run.current_epoch == 5
     assert not equal(full_weights(module), seen.weights)
     return seen.weights
 
 
-class Start(L.Callback):
+class Start:
     """The weights with which training starts."""
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.weights = full_weights(module)
 
 
@@ -1010,7 +1064,7 @@ class Tuned(Blocks):
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer)]
 
 
-class ThawsBlocks(callbacks.BaseFinetuning):
+class ThawsBlocks:
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.blocks)
 
@@ -1019,19 +1073,18 @@ class ThawsBlocks(callbacks.BaseFinetuning):
             self.unfreeze_and_add_param_group(module.blocks, optimizer, lr=1e-2)
 
 
-class AfterEpochs(L.Callback):
+class AfterEpochs:
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.weights.append(full_weights(module))
 
 
 @contextmanager
-def pretended_psutil() -> Iterator[list[torch.device]]:
+def pretended_psutil(pl: Lightning) -> Iterator[list[torch.device]]:
     """What DeviceStatsMonitor asks for on a CPU, also where psutil is not installed; the devices that it asks about."""
-    from lightning.pytorch.accelerators import cpu
-
+    cpu = pl.of("accelerators.cpu")
     asked: list[torch.device] = []
 
     def stats(self: object, device: torch.device) -> dict[str, float]:
@@ -1045,37 +1098,35 @@ def pretended_psutil() -> Iterator[list[torch.device]]:
         yield asked
 
 
-def _callbacks(path: Path) -> str:
+def _callbacks(pl: Lightning, path: Path) -> str:
     import contextlib
     import io
 
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
     data, calls = batches(), []
     printed = io.StringIO()
-    loggers: list[Any] = [CSVLogger(path, name="csv", version="0")]
+    loggers: list[Any] = [pl.loggers.CSVLogger(path, name="csv", version="0")]
     if HAS_TENSORBOARD:
-        loggers.append(TensorBoardLogger(path, name="tb", version="0"))
+        loggers.append(pl.loggers.TensorBoardLogger(path, name="tb", version="0"))
     lr, summary, timer = (
-        callbacks.LearningRateMonitor("step"),
-        callbacks.RichModelSummary(),
-        callbacks.Timer(),
+        pl.callbacks.LearningRateMonitor("step"),
+        pl.callbacks.RichModelSummary(),
+        pl.callbacks.Timer(),
     )
     every = [
-        callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+        pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
         summary,
-        callbacks.TQDMProgressBar(),
+        pl.callbacks.TQDMProgressBar(),
         lr,
         timer,
-        callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2),
-        callbacks.LambdaCallback(on_train_epoch_end=lambda *_: calls.append("epoch")),
-        callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
-        callbacks.DeviceStatsMonitor(cpu_stats=True),
+        pl.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2),
+        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: calls.append("epoch")),
+        pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
+        pl.callbacks.DeviceStatsMonitor(cpu_stats=True),
     ]
-    module = Tuned()
-    with contextlib.redirect_stdout(printed), pretended_psutil() as asked:
+    module = pl.module(Tuned)()
+    with contextlib.redirect_stdout(printed), pretended_psutil(pl) as asked:
         run = sharded_trainer(
-            max_epochs=5, callbacks=every, logger=loggers, log_every_n_steps=1, enable_progress_bar=True
+            pl, max_epochs=5, callbacks=every, logger=loggers, log_every_n_steps=1, enable_progress_bar=True
         )
         run.validate(module, data, verbose=False)
         run.fit(module, data, data)
@@ -1084,7 +1135,7 @@ def _callbacks(path: Path) -> str:
     assert run.global_step == 2 + 1 + 1
     assert timer.time_elapsed("train") > 0
     assert set(asked) == {run.strategy.root_device}
-    whole = sum(p.numel() for p in Blocks().parameters())
+    whole = sum(p.numel() for p in pl.module(Blocks)().parameters())
     assert run.strategy.lightning_module is module
     assert summary._summary(run, module).total_parameters == whole
     accuracies: list[Any] = [None, None]
@@ -1094,11 +1145,18 @@ def _callbacks(path: Path) -> str:
     assert lr.lrs["lr-AdamW"]
 
     # Blocks are frozen for an epoch, then thawed.
-    finetuned, after, start = Tuned(), AfterEpochs(), Start()
+    finetuned, after, start = pl.module(Tuned)(), pl.callback(AfterEpochs)(), pl.callback(Start)()
     with contextlib.redirect_stdout(io.StringIO()):
         sharded_trainer(
+            pl,
             max_epochs=2,
-            callbacks=[ThawsBlocks(), after, start, callbacks.RichProgressBar(), callbacks.ModelSummary()],
+            callbacks=[
+                over(ThawsBlocks, pl.callbacks.BaseFinetuning)(),
+                after,
+                start,
+                pl.callbacks.RichProgressBar(),
+                pl.callbacks.ModelSummary(),
+            ],
             enable_progress_bar=True,
         ).fit(finetuned, data)
     one, two = after.weights
@@ -1106,18 +1164,18 @@ def _callbacks(path: Path) -> str:
     assert all(torch.equal(one[name], start.weights[name]) for name in of_blocks)
     assert not torch.equal(one["head.weight"], start.weights["head.weight"])
     assert not any(torch.equal(two[name], one[name]) for name in of_blocks)
-    backbone = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    sharded_trainer(max_epochs=2, callbacks=[backbone]).fit(Tuned(), data)
+    backbone = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    sharded_trainer(pl, max_epochs=2, callbacks=[backbone]).fit(pl.module(Tuned)(), data)
 
     # The finder trains, and puts back what it found.
-    finder = callbacks.LearningRateFinder(num_training_steps=4, update_attr=False)
-    found, start = Tuned(), Start()
-    sharded_trainer(max_steps=1, callbacks=[finder, start], default_root_dir=path).fit(found, data)
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=4, update_attr=False)
+    found, start = pl.module(Tuned)(), pl.callback(Start)()
+    sharded_trainer(pl, max_steps=1, callbacks=[finder, start], default_root_dir=path).fit(found, data)
     assert finder.optimal_lr is not None
-    assert equal(start.weights, full_weights_of(Tuned()))
+    assert equal(start.weights, full_weights_of(pl.module(Tuned)()))
 
     with pytest.raises(Exception, match=r"(?i)batch size finder is not supported with distributed strategies"):
-        sharded_trainer(max_steps=1, callbacks=[callbacks.BatchSizeFinder()]).fit(Tuned(), data)
+        sharded_trainer(pl, max_steps=1, callbacks=[pl.callbacks.BatchSizeFinder()]).fit(pl.module(Tuned)(), data)
     return printed.getvalue()
 
 
@@ -1125,8 +1183,10 @@ def full_weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def test_lightnings_callbacks_and_loggers_work_with_sharded_modules(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, _callbacks, tmp_path)
+def test_lightnings_callbacks_and_loggers_work_with_sharded_modules(
+    pl: Lightning, ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(2, _callbacks, pl, tmp_path)
     assert first.count("FP8 conversion: recipe tensorwise") == 1  # not again in the second stage
     assert first.count("FP8 recipe tensorwise, format ocp, emulated, ") == 1
     assert "FP8" not in second
@@ -1150,9 +1210,9 @@ def test_lightnings_callbacks_and_loggers_work_with_sharded_modules(ranks: Ranks
         }
 
 
-def test_pruning_is_refused_by_name() -> None:
-    prune = callbacks.ModelPruning("l1_unstructured", amount=0.5)
-    fails(Blocks(), "The callback ModelPruning replaces parameters.*Remove it", callbacks=[prune])
+def test_pruning_is_refused_by_name(pl: Lightning) -> None:
+    prune = pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    fails(pl, pl.module(Blocks)(), "The callback ModelPruning replaces parameters.*Remove it", callbacks=[prune])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1195,10 +1255,8 @@ def test_variables_of_pretended_amd_hardware_are_set_where_they_are_not_and_told
     ids=str,
 )
 def test_on_a_pretended_gpu_the_variables_are_set_before_the_process_group_which_is_that_of_gpus(
-    arguments: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+    pl: Lightning, arguments: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning.fabric.utilities import distributed
-
     from lightning_fp8_rocm.plugins import strategy as module
 
     class Stop(Exception):
@@ -1210,15 +1268,15 @@ def test_on_a_pretended_gpu_the_variables_are_set_before_the_process_group_which
 
     calls: list[Any] = []
     gpu = torch.device("cuda", 0)
-    strategy = FSDP2FP8Strategy(**arguments)
-    run = sharded_trainer(strategy=strategy)
-    run.strategy.connect(Blocks())
+    strategy = pl.FSDP2FP8Strategy(**arguments)
+    run = sharded_trainer(pl, strategy=strategy)
+    run.strategy.connect(pl.module(Blocks)())
     strategy.lightning_module._trainer = run
     strategy.parallel_devices = [gpu]
     monkeypatch.setattr(run.accelerator, "setup_device", lambda device: None)
     monkeypatch.setattr(module.hardware, "of_device", lambda device: f"hardware of {device}")
     monkeypatch.setattr(module, "set_environment", calls.append)
-    monkeypatch.setattr(distributed, "_init_dist_connection", start)
+    monkeypatch.setattr(pl.of_fabric("utilities.distributed"), "_init_dist_connection", start)
     with pytest.raises(Stop):
         strategy.setup_environment()
     assert calls == ["hardware of cuda:0", (backend, arguments.get("timeout", timedelta(minutes=30)), gpu)]
