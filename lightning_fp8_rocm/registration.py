@@ -189,7 +189,7 @@ def _route_precision(connector: type, entry: _Entry) -> None:
             bound.arguments.update(precision=None, plugins=plugins)
         if entry.owner == "Fabric":
             # Fabric does not tell its precision where a module will run; the connector will know.
-            for each in plugins:
+            for each in (*plugins, getattr(bound.arguments.get("strategy"), "_precision", None)):
                 if _room_of(each) == entry.room:
                     each.connector = next(iter(bound.arguments.values()))
         original(*bound.args, **bound.kwargs)

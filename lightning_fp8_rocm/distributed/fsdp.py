@@ -34,7 +34,7 @@ What we touch, and why:
     For what dtype an earlier Trainer sharded a module.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -309,7 +309,7 @@ def follow_frozen(root: nn.Module) -> None:
             listed = ", ".join(f"{param._param_fqn} ({param.sharded_param.dtype})" for param in trained)
             raise ValueError(
                 "Parameters of different dtypes are trained in one unit, since some were thawed, and FSDP2 reduces one"
-                f" dtype: {listed}. Give them one dtype before `fit`, or leave them frozen."
+                f" dtype: {listed}. Give them one dtype before training, or leave them frozen."
             )
         group._init_mp_dtypes()
 
@@ -347,6 +347,16 @@ def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, str]:
         if param.unsharded_accumulated_grad is not None
         or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
     }
+
+
+def drop_unreduced_gradients(root: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+    """Throw away what :func:`unreduced_gradients` finds of these sharded parameters."""
+    for group in groups(root):
+        for param in group.fsdp_params:
+            if param.sharded_param in parameters:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def _gather_in_method(module: nn.Module, name: str) -> None:
     def gathered(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with _usable_after_error(module):
             result = gathering(call, *args, **kwargs)
-        if not _has_graph(result):  # no backward will come to shard it
+        if not has_graph(result):  # no backward will come to shard it
             fsdp.reshard(module)
         return _with_sharded_parameters(module, result)
 
@@ -180,7 +180,8 @@ def _usable_after_error(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _has_graph(result: Any) -> bool:
+def has_graph(result: Any) -> bool:
+    """Whether a backward may come from what a forward or a method returned."""
     leaves = pytree.tree_leaves(result)
     return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or any(
         True for _ in _tensors_in_objects(result)
@@ -265,7 +266,10 @@ def _watched(module: nn.Module, name: str, plain: Callable[..., Any]) -> Callabl
 def _lost_write(module: nn.Module, name: str, parameters: Sequence[str]) -> RuntimeError:
     owner = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule)).__name__
     written = ", ".join(repr(parameter) for parameter in parameters)
-    way_out = "write in a hook of the LightningModule (`on_train_batch_end`), where `parameters()` are the sharded ones"
+    way_out = (
+        "write between steps, where `parameters()` are the sharded ones (with a Trainer, in a hook such as"
+        " `on_train_batch_end`)"
+    )
     if name == "forward":
         way_out += ", compute the new value without writing it, or make it a buffer (`register_buffer`)"
     elif name not in STEPS:

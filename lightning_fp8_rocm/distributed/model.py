@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -168,6 +168,14 @@ class ShardedModel:
         with nullcontext() if gathers is None else gathers.step(weights_change=weights_change):
             yield
 
+    def reshard(self) -> None:
+        """Let ``parameters()`` be the sharded ones, also after a forward without a backward."""
+        fsdp.reshard_units(self._units)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether ``module`` is one of its units."""
+        return module in self._units
+
     def after_optimizer_step(self) -> None:
         """Nothing that was gathered or cast before counts any more."""
         fsdp.reshard_units(self._units)
@@ -180,11 +188,12 @@ class ShardedModel:
         if self._gradient_sync == "every":
             yield
             return
+        before = self._reduces  # within another such span it stays as that one says
         self._set_gradient_sync(False)
         try:
             yield
         finally:
-            self._set_gradient_sync(True)
+            self._set_gradient_sync(before)
 
     def after_backward(self) -> None:
         """Refuse gradients of different parameters, which FSDP2 adds up; asked now and then, for it waits for the GPU.
@@ -209,7 +218,7 @@ class ShardedModel:
         """Refuse a step without the gradients of backward passes in :meth:`without_gradient_sync`.
 
         Raises:
-            RuntimeError: The last backward before it was one of those; on every rank, naming the parameters.
+            RuntimeError: The last backward before it was one of those; naming the parameters.
         """
         waiting = fsdp.unreduced_gradients(self.root)
         names = [
@@ -269,15 +278,26 @@ class SteppedModule(nn.Module):
             # Fabric unwraps what the user has compiled and compiles what the strategy returns, telling nobody.
             if any(isinstance(each, dict) and each.get("_orig_mod") is self for each in gc.get_referrers(self)):
                 raise _compiled_as_a_whole()
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():  # in which FSDP2 would make tensors that cannot be trained afterwards
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            stack.enter_context(self._model.step(weights_change=False, trains=torch.is_grad_enabled()))
+            result = self._call(*args, **kwargs)
+        if not methods.has_graph(result):  # no backward will come to shard it
+            self._model.reshard()
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         module, method = self.module, self.module.forward
-        with self._model.step(weights_change=False, trains=torch.is_grad_enabled()):
-            if method == self._forward:
-                return module(*args, **kwargs)
-            # Fabric has put a method there that the user marked as a forward; it puts the forward back when it is run.
-            module.forward = methods.as_forward(module, method)
-            try:
-                return module(*args, **kwargs)
-            finally:
+        if "_redirection_through_forward" not in getattr(method, "__qualname__", ""):
+            return module(*args, **kwargs)
+        # Fabric has put a method there that the user marked as a forward; it puts the forward back when it is run.
+        module.forward = marked = methods.as_forward(module, method)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            if module.forward is marked:  # it did not come to that
                 module.forward = self._forward
 
 

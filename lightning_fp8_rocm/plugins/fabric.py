@@ -10,19 +10,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_fp8_rocm.distributed import objects, publish, sharding, storage
+from lightning_fp8_rocm.distributed import fsdp, objects, publish, sharding, storage
 from lightning_fp8_rocm.distributed.faults import raise_together
 from lightning_fp8_rocm.distributed.model import ShardedModel, SteppedModule, check_not_compiled
 from lightning_fp8_rocm.distributed.random_states import random_states, set_random_states
@@ -49,11 +50,13 @@ class FabricPrecisionMixin(FP8PrecisionMixin, Precision):  # noqa: D101, the mix
 
     connector: Any = None
     """Fabric's, which knows the strategy; registration sets it. None where the plugin is used without Fabric."""
+    waits_for_strategy = True
+    """Our strategy converts as a part of its setup, where what one rank raises is raised on all; it says when."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        # Our strategy converts as a part of its setup, where what one rank raises is raised on all.
-        return module if isinstance(self._strategy(), FSDP2StrategyMixin) else super().convert_module(module)
+        waits = self.waits_for_strategy and isinstance(self._strategy(), FSDP2StrategyMixin)
+        return module if waits else super().convert_module(module)
 
     @override
     def _devices_of(self, module: nn.Module) -> list[torch.device]:
@@ -94,7 +97,7 @@ class FabricPrecisionMixin(FP8PrecisionMixin, Precision):  # noqa: D101, the mix
     def convert_output(self, data: Any) -> Any:
         # As Fabric's own mixed precision: the loss that follows is computed in the default dtype.
         default = torch.get_default_dtype()
-        return tree_map_only(Tensor, lambda t: t.to(default) if t.is_floating_point() else t, data)
+        return apply_to_collection(data, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,9 +125,12 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
     _saving_weights_alone = "unless the optimizer is left out of `fabric.save`"
 
     _plugin: Any = None
-    _models: "dict[nn.Module, ShardedModel]"
     _ends_well = True
     _forget_the_end: Callable[[], None] | None = None
+
+    @cached_property
+    def _models(self) -> "WeakSet[ShardedModel]":
+        return WeakSet()
 
     # ---- who and where
 
@@ -180,10 +186,11 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
 
     @override
     def setup_environment(self) -> None:
+        if self._is_connected() and self._mesh is not None and not self._mesh_is_of_another_group():
+            return  # `fabric.launch()`, or a cell of a notebook, a second time
         self.check_device()
         super().setup_environment()
         self.connect_ranks()
-        self._models = {}
         self._backward_sync_control = _GradientSync(self)  # type: ignore[assignment]
         self._tell_others_of_the_end()
 
@@ -225,26 +232,20 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
     def setup_module(self, module: nn.Module) -> nn.Module:
         with raise_together("`fabric.setup`"):
             check_not_compiled(module)
-            holder = _IN_USE.get(module)
-            if holder is not None:
-                raise RuntimeError(
-                    f"This {class_name(module)} was set up before, and is sharded. Use what that setup returned;"
-                    " for another Fabric, first call `fabric.strategy.teardown()` of the one that set it up."
-                )
+            self._check_not_in_use(module)
+        model, precision = self.new_model(module), self.precision
+        try:
+            self.shard_module(
+                model,
+                self._convert,
+                param_dtype=self.param_dtype_of(precision, self._flavour.of_fabric("plugins.precision")),
+                steps_are_called=has_steps(module),
+            )
+        except BaseException:
+            model.release()
+            raise
         _IN_USE[module] = self
-        model = self._models[module] = self.new_model(module)
-        precision: Any = self.precision
-        convert: Callable[[nn.Module], nn.Module] = (
-            super(FabricPrecisionMixin, precision).convert_module
-            if isinstance(precision, FabricPrecisionMixin)
-            else lambda module: module  # Fabric has done it
-        )
-        self.shard_module(
-            model,
-            convert,
-            param_dtype=self.param_dtype_of(precision, self._flavour.of_fabric("plugins.precision")),
-            steps_are_called=has_steps(module),
-        )
+        self._models.add(model)
         line, _ = self.facts_of_setup(precision.precision, getattr(precision, "report", None))
         say(line)
         model.activate_methods(manual_optimization=False)
@@ -258,7 +259,7 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
             ValueError: A parameter is none of those.
         """
         with raise_together("`fabric.setup_optimizers`"):
-            known = {parameter for model in self._models for parameter in model.parameters()}
+            known = self._known_parameters()
             strangers = [
                 tuple(parameter.shape)
                 for group in optimizer.param_groups
@@ -273,6 +274,10 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
                     " outside of a model would be trained on each rank by itself: register it on the module."
                 )
         owners = self._models_of(optimizer)
+        kind = type(optimizer)
+        optimizer.__class__ = _dropping_all_gradients(kind, owners)
+        if owners:
+            owners[0].undo.append(lambda: setattr(optimizer, "__class__", kind))
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             for model in owners:
@@ -284,11 +289,17 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if "closure" not in kwargs:  # else the gradients are yet to come
-            for model in self._models_of(optimizer):
-                model.check_reduced(optimizer)
-                model.after_backward()
-        return super().optimizer_step(optimizer, **kwargs)
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._check_gradients(optimizer)
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def checked() -> Any:
+            loss = closure()
+            self._check_gradients(optimizer)
+            return loss
+
+        return super().optimizer_step(optimizer, **{**kwargs, "closure": checked})
 
     @override
     def clip_gradients_norm(
@@ -300,6 +311,7 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by the norm over the gradients of all ranks, which is returned as an ordinary tensor."""
+        self._check_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -312,13 +324,13 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         models up.
         """
         self._wait_for_the_last_checkpoint()
-        self._watcher.stop()
+        self._end(sys.exception())  # of a `try` whose `finally` calls this
         if self._forget_the_end is not None:
             self._forget_the_end()
             self._forget_the_end = None
-        for module, model in self._models.items():
+        for model in list(self._models):
             model.release()
-            _IN_USE.pop(module, None)
+            _IN_USE.pop(model.root, None)
         self._models.clear()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -358,9 +370,9 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         place = publish.local_path(self.broadcast(os.fspath(path)))  # all write to one place
         state = _without_wrappers(state)
         self._saver.wait()  # before there are two copies on the host
-        for each in state.values():
-            if isinstance(each, nn.Module):
-                sharding.broadcast_buffers(each)
+        for model in self._models:  # of other modules, rank 0's are saved
+            if any(each is model.root for each in state.values()):
+                sharding.broadcast_buffers(model.root)
         shards, rest = objects.collect(state, full=self._saves_one_file, copy=self.async_checkpoint, filter=filter)
         resumes = any(isinstance(each, Optimizer) for each in state.values())
         loaders = {key: each.state_dict() for key, each in _loaders(state).items()} if resumes else {}
@@ -386,6 +398,12 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        if state is None:
+            raise ValueError(
+                f"`fabric.load({str(path)!r})` without a state would read the whole checkpoint on every rank. Pass what"
+                ' to load: `fabric.load(path, {"model": model})`; `{}` loads what is neither model nor optimizer. All'
+                " of it in one file: `lightning-fp8-rocm checkpoint consolidate`."
+            )
         self._saver.wait()
         place = publish.local_path(self.broadcast(os.fspath(path)))
         wanted = _without_wrappers(state) if isinstance(state, Mapping) else _without_wrapper(state)
@@ -410,7 +428,42 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
 
     def _models_of(self, optimizer: Optimizer) -> list[ShardedModel]:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return [model for module, model in self._models.items() if not own.isdisjoint(module.parameters())]
+        return [model for model in self._models if not own.isdisjoint(model.root.parameters())]
+
+    def _known_parameters(self) -> set[nn.Parameter]:
+        for model in self._models:
+            model.reshard()
+        return {parameter for model in self._models for parameter in model.root.parameters()}
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        for model in self._models_of(optimizer):
+            model.check_reduced(optimizer)
+            model.after_backward()
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        precision = self.precision
+        if not isinstance(precision, FabricPrecisionMixin):
+            return module  # Fabric has done it
+        precision.waits_for_strategy = False
+        try:
+            return precision.convert_module(module)
+        finally:
+            precision.waits_for_strategy = True
+
+    def _check_not_in_use(self, module: nn.Module) -> None:
+        if module in _IN_USE:
+            raise RuntimeError(
+                f"This {class_name(module)} was set up before, and is sharded. Use what that setup returned; for"
+                " another Fabric, first call `fabric.strategy.teardown()` of the one that set it up."
+            )
+        for name, child in module.named_modules():
+            for other in self._models:
+                if other.holds(child):
+                    raise RuntimeError(
+                        f"{name!r} of this {class_name(module)} is a part of {class_name(other.root)}, too, which was"
+                        " set up before and gathers it. Set up one module that holds both, and mark the methods that"
+                        " are used (`mark_forward_method`)."
+                    )
 
     def _names_by_group(self, optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
         """The name in ``module`` of each parameter; None for one of a model that was set up before.
@@ -426,7 +479,7 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
                 ' `fabric.load(path, {"model": model, "optimizer": optimizer})`.'
             )
         names = {parameter: name for name, parameter in module.named_parameters()}
-        known = {parameter for model in self._models for parameter in model.parameters()}
+        known = self._known_parameters()
         found = [[names.get(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         strangers = [
             tuple(parameter.shape)
@@ -447,27 +500,56 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         """An exception that ends this process is told to the other ranks; an end without one is a goodbye."""
         if self._forget_the_end is not None:
             return
-        before = sys.excepthook
+        hook, leave = sys.excepthook, sys.exit
 
         def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            # A rank that is interrupted leaves alone: without a goodbye, the watchers of the others end them.
+            self._wait_for_the_last_checkpoint()  # before the others learn of it, who would end in the middle of it
             self._ends_well = False
             self._watcher.announce(error)
-            before(kind, error, traceback)
+            hook(kind, error, traceback)
+
+        def leave_alone(status: Any = None, /) -> NoReturn:
+            if status not in (None, 0):
+                self._ends_well = False
+            leave(status)
 
         def say_goodbye() -> None:
             self._wait_for_the_last_checkpoint()
             if self._ends_well:
-                self._watcher.stop()
+                self._end(getattr(sys, "last_value", None))  # where something else has taken the place of `tell`
 
         def forget() -> None:
             atexit.unregister(say_goodbye)
             if sys.excepthook is tell:
-                sys.excepthook = before
+                sys.excepthook = hook
+            if sys.exit is leave_alone:
+                sys.exit = leave
 
-        sys.excepthook = tell
+        sys.excepthook, sys.exit = tell, leave_alone
         atexit.register(say_goodbye)
         self._forget_the_end = forget
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell the others that this rank is done, and of what has ended it."""
+        if error is not None:
+            self._watcher.announce(error)
+        # One that is interrupted leaves alone: without a goodbye, the watchers of the others end them.
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            self._watcher.stop()
+
+
+def _dropping_all_gradients(kind: type[Optimizer], owners: list[ShardedModel]) -> type[Optimizer]:
+    """The class of an optimizer whose ``zero_grad`` also throws away what `no_backward_sync` has kept, as under DDP."""
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        kind.zero_grad(self, set_to_none)
+        own = {parameter for group in self.param_groups for parameter in group["params"]}
+        for model in owners:
+            fsdp.drop_unreduced_gradients(model.root, own)
+
+    return type(
+        kind.__name__, (kind,), {"zero_grad": zero_grad, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
 
 
 class _GradientSync:
@@ -479,7 +561,8 @@ class _GradientSync:
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """Backward passes within it add to whole gradients, unless ``enabled`` is False."""
-        model = self._strategy._models[_without_wrapper(module)]
+        root = _without_wrapper(module)
+        model = next(each for each in self._strategy._models if each.root is root)
         with model.without_gradient_sync() if enabled else nullcontext():
             yield
 

@@ -6,9 +6,11 @@ No Lightning is imported, nor torchao: constructing a plugin is too early for th
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fp8_rocm import hardware
 from lightning_fp8_rocm.distributed.storage import OWN_KEY, plain_name
+from lightning_fp8_rocm.distributed.units import has_steps
 from lightning_fp8_rocm.float8.recipe import RECIPE_NAMES, FP8Recipe, RecipeName, check_patterns, choice_error
 from lightning_fp8_rocm.hardware import FP8Format, Hardware
 from lightning_fp8_rocm.plugins.console import log
@@ -174,7 +177,15 @@ class FP8PrecisionMixin:
             fp8_format=fp8_format,
             device=device,
         )
-        self._undo.append(lambda: revert(module, keep=own))
+        # Weakly: with Fabric nothing ends a run, and models come and go.
+        converted, own_recipes = weakref.ref(module), WeakKeyDictionary(own)
+
+        def undo() -> None:
+            there = converted()
+            if there is not None:
+                revert(there, keep=dict(own_recipes))
+
+        self._undo.append(undo)
         if report.recipe.row_scaled and not self._compiled_by_strategy(module):
             self._undo.append(_emulate_precision_casts())
         if report != self.report:
@@ -200,10 +211,13 @@ class FP8PrecisionMixin:
     def _cast_weights(self, module: nn.Module) -> None:
         if self.weights_dtype == "bfloat16":
             module.to(torch.bfloat16)
-            # A bf16 layer takes what the dataloader made; the batch itself stays as it was, targets and all. The module
-            # that the steps belong to is left out for that.
+            # A bf16 layer takes what the dataloader made; the batch itself stays as it was, targets and all. A
+            # LightningModule, whose steps get it, is left out for that.
             for layer in module.modules():
-                if layer is not module and next(layer.parameters(recurse=False), None) is not None:
+                if (
+                    not (layer is module and has_steps(module))
+                    and next(layer.parameters(recurse=False), None) is not None
+                ):
                     handle = layer.register_forward_pre_hook(_cast_floats_to_bf16, with_kwargs=True)
                     self._undo.append(handle.remove)
             return
@@ -267,8 +281,8 @@ class UncalledLayers:
 
     def __init__(self, module: nn.Module, report: "ConversionReport") -> None:
         modules = dict(module.named_modules())
-        self._module = module
-        self._uncalled = {layer.name: modules[layer.name] for layer in report.converted}
+        self._module = weakref.ref(module)
+        self._uncalled = {layer.name: weakref.ref(modules[layer.name]) for layer in report.converted}
         self._is_compiled = any(_is_compiled(child) for child in modules.values())
         self._traces_before = self._traces()
         self._any_called = False
@@ -277,8 +291,10 @@ class UncalledLayers:
     def step_begins(self) -> None:
         """Before the first step, forget what a validation called; before a later one, speak of the first."""
         if self._steps == 0:
-            for layer in self._uncalled.values():
-                layer.__dict__.pop("_fp8_called", None)
+            for reference in self._uncalled.values():
+                layer = reference()
+                if layer is not None:
+                    vars(layer).pop("_fp8_called", None)
         elif self._uncalled and self._did_something():
             self.speak()
 
@@ -308,9 +324,13 @@ class UncalledLayers:
     def _did_something(self) -> bool:
         """Whether a step trained this module: a step may skip its batch, or belong to another network."""
         self.note()
-        return self._any_called or any(p.grad is not None for p in self._module.parameters())
+        module = self._module()
+        return self._any_called or module is None or any(p.grad is not None for p in module.parameters())
 
-    def _was_called(self, layer: nn.Module) -> bool:
+    def _was_called(self, reference: "weakref.ref[nn.Module]") -> bool:
+        layer = reference()
+        if layer is None:
+            return True  # it is gone, and nobody can look at it any more
         weight = layer.weight
         assert isinstance(weight, Tensor)
         in_compiled_code = self._is_compiled or self._traces() > self._traces_before

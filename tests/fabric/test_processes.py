@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -71,6 +72,29 @@ time.sleep(200)
     assert done.returncode != 0
     assert "rank 1 of 2" in done.stderr
     assert "raised ValueError: only here" in done.stderr
+
+
+ENDS = {
+    "sys.exit": "sys.exit(3)",
+    "another excepthook": "sys.excepthook = lambda *error: None\nraise ValueError('only here')",
+    "a teardown in finally": "try:\n    raise ValueError('only here')\nfinally:\n    fabric.strategy.teardown()",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_first_rank_that_leaves_alone_ends_the_other(end: str, tmp_path: Path) -> None:
+    # It started the other one, which nobody but the watcher ends.
+    then = f"""
+if fabric.global_rank == 1:
+    time.sleep(60)
+    print("rank 1 was never told", flush=True)
+else:
+{indent(ENDS[end], "    ")}
+"""
+    done = run(tmp_path, then)
+    assert done.returncode != 0
+    assert "rank 1 was never told" not in done.stdout
+    assert "rank 1 ends, because" in done.stderr
 
 
 def test_the_end_of_the_script_completes_the_checkpoint_in_the_background(tmp_path: Path) -> None:

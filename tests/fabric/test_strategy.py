@@ -6,6 +6,7 @@ The oracle for numbers is the Trainer: the same model, data and seed end in the 
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -591,6 +592,221 @@ def forgotten() -> bool:
 
 def test_nothing_holds_a_model_after_the_teardown(ranks: Ranks) -> None:
     assert ranks(2, forgotten) == [True] * 2
+
+
+# ---- what is done between steps
+
+
+def after_an_evaluation() -> list[bool]:
+    """The root keeps what it has gathered after a forward that no backward follows, unless it is sharded again."""
+    found = []
+    with fabric_of() as fabric:
+        plain = Net()
+        model = fabric.setup(plain)
+        x, y = data_of(fabric.global_rank)[0]
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD([e for e in model.parameters() if e.requires_grad], 0.1))
+        model.train()
+        before = plain.scale.full_tensor().clone()
+        fabric.backward(classify(model(x), y))
+        optimizer.step()
+        found.append(not torch.equal(plain.scale.full_tensor(), before))
+        with torch.no_grad():
+            model(x)
+            plain.scale.fill_(0.25)
+            model(x)
+        found.append(bool(plain.scale.full_tensor().eq(0.25).all()))
+        with torch.inference_mode():
+            model(x)
+        fabric.backward(classify(model(x), y))
+        optimizer.step()
+        found.append(plain.scale.grad is not None)
+    with fabric_of() as fabric:
+        plain = Net()
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        with torch.inference_mode():  # before any other forward
+            model(x)
+        found += [len(accumulate(fabric, model, optimizer)) == 4]
+    return found
+
+
+def test_parameters_are_the_sharded_ones_after_an_evaluation(ranks: Ranks) -> None:
+    assert ranks(2, after_an_evaluation) == [[True] * 4] * 2
+
+
+def thrown_away(strategy: str, spoils: bool) -> dict[str, Tensor]:
+    with fabric_of(strategy=strategy, precision="32-true") as fabric:
+        plain = Net()
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        x, y = data_of(fabric.global_rank)[0]
+        if spoils:
+            with fabric.no_backward_sync(model):
+                fabric.backward(100 * classify(model(x), y))
+            optimizer.zero_grad()
+        fabric.backward(classify(model(x), y))
+        optimizer.step()
+        return whole(plain)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_fp8", "ddp"])
+def test_zero_grad_throws_away_what_was_kept_without_sync(ranks: Ranks, strategy: str) -> None:
+    with_it, without = (ranks(2, thrown_away, strategy, spoils)[0] for spoils in (True, False))
+    assert same(with_it, without)
+
+
+def spans_within_spans() -> list[bool]:
+    with fabric_of() as fabric:
+        model = fabric.setup(Net())
+        x, y = data_of(fabric.global_rank)[0]
+        with fabric.no_backward_sync(model):
+            with fabric.no_backward_sync(model):
+                pass
+            fabric.backward(classify(model(x), y))
+            waits = model.module.head.weight.grad is None
+        fabric.backward(classify(model(x), y))
+        return [waits, model.module.head.weight.grad is not None]
+
+
+def test_a_span_without_sync_within_another_ends_with_the_outer_one(ranks: Ranks) -> None:
+    assert ranks(2, spans_within_spans) == [[True, True]] * 2
+
+
+def step_with_a_closure() -> str:
+    with fabric_of() as fabric:
+        plain = Net()
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        x, y = data_of(fabric.global_rank)[0]
+
+        def closure() -> Tensor:
+            loss = classify(model(x), y)
+            with fabric.no_backward_sync(model):
+                fabric.backward(classify(model(x), y))
+            return loss
+
+        with pytest.raises(RuntimeError, match="were not reduced over the ranks") as error:
+            optimizer.step(closure)
+        return str(error.value)
+
+
+def test_a_closure_that_leaves_gradients_unreduced_is_refused_as_a_step_is(ranks: Ranks) -> None:
+    assert all(told.startswith("SGD.step()") for told in ranks(2, step_with_a_closure))
+
+
+def forward_replaced_after_setup() -> list[Any]:
+    with fabric_of() as fabric:
+        plain = Net()
+        model = fabric.setup(plain)
+        model.mark_forward_method("encode")
+        x = data_of(0)[0][0]
+        plain.forward = lambda x: torch.zeros(3)
+        shapes = [tuple(model(x).shape), tuple(model.encode(x).shape), tuple(model(x).shape)]
+        return shapes
+
+
+def test_a_forward_that_the_user_replaces_stays_replaced(ranks: Ranks) -> None:
+    assert ranks(2, forward_replaced_after_setup) == [[(3,), (BATCH, WIDTH), (3,)]] * 2
+
+
+def launched_twice() -> list[float]:
+    with fabric_of() as fabric:
+        plain = Net()
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+        fabric.launch()
+        return accumulate(fabric, model, optimizer)
+
+
+def test_a_second_launch_forgets_nothing(ranks: Ranks) -> None:
+    assert all(len(losses) == 4 for losses in ranks(2, launched_twice))
+
+
+def freed(strategy: str) -> list[bool]:
+    found = []
+    with fabric_of(strategy=strategy) as fabric:
+        for trains in (False, True):
+            plain = Net()
+            if trains:
+                model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+                accumulate(fabric, model, optimizer)
+                del optimizer
+            else:
+                model = fabric.setup(plain)
+                model(data_of(0)[0][0])
+            gone = weakref.ref(plain)
+            del plain, model
+            gc.collect()
+            found.append(gone() is None)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_fp8", "ddp"])
+def test_a_model_that_the_user_drops_is_freed_while_the_run_goes_on(ranks: Ranks, strategy: str) -> None:
+    assert ranks(2, freed, strategy) == [[True, True]] * 2
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    extra: dict[str, Tensor]
+
+
+class Scaled(nn.Module):
+    """The root itself multiplies by a matrix of its own, and answers with a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Output:
+        logits = self.layer(x @ self.matrix)
+        return Output(logits, {"same": logits})
+
+
+def answers() -> list[torch.dtype]:
+    found = []
+    for weights in ("float32", "bfloat16"):
+        for strategy in ("fsdp2_fp8", "ddp"):
+            plugin = import_module("lightning_fp8_rocm.fabric.precision").FP8Precision(weights_dtype=weights)
+            with fabric_of(strategy=strategy, precision=None, plugins=plugin) as fabric:
+                plain = Scaled()
+                output = fabric.setup(plain)(data_of(0)[0][0])
+                fabric.backward(output.logits.square().mean())
+                found += [output.logits.dtype, output.extra["same"].dtype, plain.matrix.dtype]
+    return found
+
+
+def test_the_outputs_are_fp32_also_in_a_dataclass_and_a_root_computes_in_the_dtype_of_its_weights(ranks: Ranks) -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert ranks(2, answers) == [[fp32] * 6 + [fp32, fp32, bf16] * 2] * 2
+
+
+def setups_that_fail() -> list[str]:
+    told = []
+    strategy = our_strategy(auto_wrap_policy={"Missing"})
+    with fabric_of(strategy=strategy) as fabric:
+        plain = Net()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Missing"):
+                fabric.setup(plain)
+        strategy.auto_wrap_policy = "auto"
+        fabric.setup(plain)
+        trunk = nn.Sequential(plain.blocks[0], nn.Linear(WIDTH, WIDTH))
+        with pytest.raises(RuntimeError, match="is a part of Net, too") as error:
+            fabric.setup(trunk)
+        told.append(str(error.value))
+        with pytest.raises(ValueError, match="without a state") as error:
+            fabric.load("a.ckpt")
+        told.append(str(error.value))
+    return told
+
+
+def test_a_setup_that_failed_may_be_tried_again_and_a_shared_module_is_refused_by_name(ranks: Ranks) -> None:
+    for shared, whole_one in ranks(2, setups_that_fail):
+        assert shared.startswith("'0' of this Sequential is a part of Net, too, which was set up before")
+        assert "checkpoint consolidate" in whole_one
 
 
 # ---- collectives and other arguments
