@@ -60,14 +60,16 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name != "lightning":
             raise
-        raise ImportError(_for_another_flavour(name), name="lightning") from missing
+        # An AttributeError, which `getattr` with a default and `hasattr` expect; `from ... import` asks registration.
+        raise AttributeError(why_missing(name)) from missing
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
 
 
-def _for_another_flavour(name: str) -> str:
+def why_missing(name: str) -> str:
+    """What to say of a public name whose Lightning is not installed."""
     module = _HOME[name].rpartition(".")[2]
     there = [
         f" For {flavour}, which is installed, it is `{home}.{name}`."

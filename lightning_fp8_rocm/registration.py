@@ -306,6 +306,10 @@ class _WhenImported:
     ) -> ModuleSpec | None:
         entry = next((entry for entry in _ENTRIES if entry.trigger == fullname), None)
         if entry is None:
+            package, _, name = fullname.rpartition(".")
+            if package == __package__ and name in sys.modules[package]._HOME:
+                # `from lightning_fp8_rocm import FP8Precision`, which was not there to be had: say why.
+                raise ImportError(sys.modules[package].why_missing(name), name="lightning")
             return None
         sys.meta_path.remove(self)  # ask the others
         try:

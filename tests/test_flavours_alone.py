@@ -138,6 +138,7 @@ for _, theirs, _ in wanted:
     import_module(theirs)
 import lightning_fp8_rocm
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -222,11 +223,23 @@ for kind, theirs, ours in wanted:
             "sharded": [isinstance(p, DTensor) for p in net.parameters()],
             "unchanged": [i for i, (a, b) in enumerate(zip(before, values(net), strict=True)) if torch.equal(a, b)],
         })
+facts["by class path"] = []
+for kind, theirs, ours in wanted:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(import_module(f"{theirs}.plugins.precision").Precision, "plugin")
+    wished = {"class_path": f"{ours}.precision.FP8Precision", "init_args": {"recipe": "rowwise"}}
+    made = parser.instantiate_classes(parser.parse_object({"plugin": wished})).plugin
+    facts["by class path"].append([path(made), made.recipe])
 facts["errors"] = {}
 for name in ("FP8Precision", "FSDP2FP8Strategy", "EMA"):
     try:
-        getattr(lightning_fp8_rocm, name)
+        exec(f"from lightning_fp8_rocm import {name}", {})
     except ImportError as error:
+        assert getattr(lightning_fp8_rocm, name, None) is None  # as jsonargparse asks for the shortest path of a class
+        try:
+            getattr(lightning_fp8_rocm, name)
+        except AttributeError as same:
+            assert str(same) == str(error)
         message, *others = str(error).split(" For ")
         there = (re.search(r"it is `([\\w.]+)\\.(\\w+)`", other).groups() for other in others)
         facts["errors"][name] = message, [path(getattr(import_module(m), n)()) for m, n in there]
@@ -275,6 +288,11 @@ def test_the_classes_are_those_for_the_name_asked_for(ran: Any) -> None:
             assert run["strategy"].startswith(f"{theirs}.strategies."), run
         else:
             assert run["strategy"] == f"{home}.strategy.FSDP2FP8Strategy", run
+
+
+def test_a_class_path_makes_the_class_for_the_name_asked_for(ran: Any) -> None:
+    expected = [[f"{ours}.precision.FP8Precision", "rowwise"] for _, _, ours in ran.wanted]
+    assert [facts["by class path"] for facts in ran.both.values()] == [expected] * 2
 
 
 def test_two_steps_train_every_parameter_in_fp8(ran: Any) -> None:

@@ -353,7 +353,7 @@ class _Run:
             return
         self._announced = True
         us = self._us
-        what = f"raised {_kind(error)}: {_text(error)}{self._after_whose_death()}"
+        what = f"raised {_kind(error)}: {_text(error)}{self._cause_of(error)}"
         _say(f"rank {us.rank} of {self._world} ({us.host}, pid {us.pid}) {what}")
         try:
             self._publish(f"rank {us.rank} {what}")
@@ -363,8 +363,11 @@ class _Run:
             self._spared.set()
             log.debug("The other ranks could not be told: %s", _first_line(lost))
 
-    def _after_whose_death(self) -> str:
+    def _cause_of(self, error: BaseException) -> str:
         """Gloo raises at once where a peer died: then that is the cause, and what this rank raised its consequence."""
+        with suppress(dist.DistError):
+            if isinstance(error, RuntimeError) and self._store.check(["fault"]):
+                return f" (after {self._store.get('fault').decode()})"
         deadline = time.monotonic() + _DYING_S
         while not (dead := [peer for peer in (*self._suspects, *self._peers) if peer.is_dead()]):
             if time.monotonic() > deadline:

@@ -367,6 +367,12 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
                 f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not supported: checkpoints are"
                 " written by torch.distributed.checkpoint, not by a `CheckpointIO`. Leave `storage_options` out."
             )
+        if not isinstance(state, Mapping):
+            given = _without_wrapper(state)
+            name = class_name(given) if isinstance(given, nn.Module) else type(given).__name__
+            raise TypeError(
+                f'Expected argument `state` of `fabric.save` to be a dict, such as {{"model": model}}, but got {name}.'
+            )
         place = publish.local_path(self.broadcast(os.fspath(path)))  # all write to one place
         state = _without_wrappers(state)
         self._saver.wait()  # before there are two copies on the host

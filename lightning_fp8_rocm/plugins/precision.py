@@ -264,6 +264,8 @@ def _show(report: "ConversionReport", on: Hardware) -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a log has no width, and names of layers are looked for in it
     console.print(report)
     if report.recipe.emulate:
         console.print(

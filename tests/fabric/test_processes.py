@@ -74,6 +74,19 @@ time.sleep(200)
     assert "raised ValueError: only here" in done.stderr
 
 
+def test_a_rank_that_loses_its_peer_in_a_collective_names_the_cause(tmp_path: Path) -> None:
+    then = """
+if fabric.global_rank == 1:
+    raise ValueError("only here")
+fabric.barrier()
+"""
+    done = run(tmp_path, then)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if "rank 0 " in line and "lightning_fp8_rocm" in line]
+    assert told, done.stderr
+    assert all("rank 1 raised ValueError: only here" in line or "rank 1 (" in line for line in told)
+
+
 ENDS = {
     "sys.exit": "sys.exit(3)",
     "another excepthook": "sys.excepthook = lambda *error: None\nraise ValueError('only here')",
