@@ -8,12 +8,13 @@ No Lightning is imported. What is private there and is called here, besides what
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -129,8 +130,13 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
     _forget_the_end: Callable[[], None] | None = None
 
     @cached_property
-    def _models(self) -> "WeakSet[ShardedModel]":
-        return WeakSet()
+    def _set_up(self) -> "list[weakref.ref[ShardedModel]]":
+        return []
+
+    @property
+    def _models(self) -> list[ShardedModel]:
+        """What was set up and is not gone, in the order of setup: what ranks do together they do in one order."""
+        return [model for model in (reference() for reference in self._set_up) if model is not None]
 
     # ---- who and where
 
@@ -186,7 +192,8 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
 
     @override
     def setup_environment(self) -> None:
-        if self._is_connected() and self._mesh is not None and not self._mesh_is_of_another_group():
+        goes_on = self._forget_the_end is not None and self._is_connected()
+        if goes_on and self._mesh is not None and not self._mesh_is_of_another_group():
             return  # `fabric.launch()`, or a cell of a notebook, a second time
         self.check_device()
         super().setup_environment()
@@ -245,7 +252,7 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
             model.release()
             raise
         _IN_USE[module] = self
-        self._models.add(model)
+        self._set_up.append(weakref.ref(model))
         line, _ = self.facts_of_setup(precision.precision, getattr(precision, "report", None))
         say(line)
         model.activate_methods(manual_optimization=False)
@@ -328,10 +335,10 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         if self._forget_the_end is not None:
             self._forget_the_end()
             self._forget_the_end = None
-        for model in list(self._models):
+        for model in self._models:
             model.release()
             _IN_USE.pop(model.root, None)
-        self._models.clear()
+        self._set_up.clear()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -155,6 +155,43 @@ def test_another_number_of_ranks_and_another_precision_load_the_same_weights_and
             assert step == 4
 
 
+class Counted(nn.Module):
+    """One of many models, with a buffer that is different on each rank until it is saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("count", torch.tensor([float(number)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def many_models(path: str) -> list[float]:
+    with fabric_of() as fabric:
+        plain = [Counted(number) for number in range(8)]
+        garbage = [object() for _ in range(1000 * fabric.global_rank)]  # addresses differ between ranks
+        models = {str(number): fabric.setup(each) for number, each in enumerate(plain)}
+        optimizer = fabric.setup_optimizers(
+            torch.optim.SGD([each for model in models.values() for each in model.parameters()], 0.1)
+        )
+        x = torch.randn(4, 32)
+        fabric.backward(sum(model(x).square().mean() for model in models.values()))
+        optimizer.step()
+        for each in plain:
+            each.count += 100 * fabric.global_rank
+        fabric.save(path, models)
+        del garbage
+        for each in plain:
+            each.count.zero_()
+        fabric.load(path, models)
+        return [each.count.item() for each in plain]
+
+
+def test_many_models_are_saved_in_one_order_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, many_models, str(tmp_path / "a")) == [[float(number) for number in range(8)]] * 2
+
+
 # ---- whole or not at all
 
 
