@@ -1,7 +1,8 @@
 """What our Strategy does, written once for every flavour of Lightning: ranks, sharding, and the span of a step.
 
 When it does what is said by ``trainer.py`` and ``fabric.py``. No Lightning is imported, nor torchao: constructing a
-strategy is too early for that.
+strategy is too early for that. What is private in Lightning and is called here, as its own strategies call it:
+``_init_dist_connection``, ``_get_default_process_group_backend_for_device``, ``_sync_ddp_if_available``.
 """
 
 import inspect

@@ -1,7 +1,6 @@
 """What is the Trainer's own of our Precision and Strategy: which of its hooks calls what.
 
-No Lightning is imported. What is private there and is called here, as its own strategies call it, and not changed:
-``_init_dist_connection``, ``_get_default_process_group_backend_for_device``, ``_sync_ddp_if_available``,
+No Lightning is imported. What is private there and is called here, besides what ``strategy.py`` calls:
 ``_optimizers_to_device``, ``_SubprocessScriptLauncher``. The supported versions of Lightning have it.
 """
 
