@@ -338,20 +338,20 @@ def reduce_unused(root: nn.Module, enabled: bool) -> None:
     root.set_reduce_scatter_unused_params(enabled)
 
 
-def unreduced_gradients(root: nn.Module) -> dict[nn.Parameter, str]:
+def unreduced_gradients(of_groups: Iterable[Group]) -> dict[nn.Parameter, str]:
     """The sharded parameters, with their names, whose whole gradients wait on this rank for a backward that reduces."""
     return {
         param.sharded_param: param._param_fqn or name_of(param)
-        for group in groups(root)
+        for group in of_groups
         for param in group.fsdp_params
         if param.unsharded_accumulated_grad is not None
         or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
     }
 
 
-def drop_unreduced_gradients(root: nn.Module, parameters: Collection[nn.Parameter]) -> None:
+def drop_unreduced_gradients(of_groups: Iterable[Group], parameters: Collection[nn.Parameter]) -> None:
     """Throw away what :func:`unreduced_gradients` finds of these sharded parameters."""
-    for group in groups(root):
+    for group in of_groups:
         for param in group.fsdp_params:
             if param.sharded_param in parameters:
                 param.unsharded_accumulated_grad = None

@@ -1,7 +1,7 @@
 """One model from its sharding to its release: how its methods gather, the span of a step, and what comes after one."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -220,7 +220,7 @@ class ShardedModel:
         Raises:
             RuntimeError: The last backward before it was one of those; naming the parameters.
         """
-        waiting = fsdp.unreduced_gradients(self.root)
+        waiting = fsdp.unreduced_gradients(self._groups)
         names = [
             waiting[parameter]
             for group in optimizer.param_groups
@@ -233,6 +233,10 @@ class ShardedModel:
                 f"{', ...' if len(names) > 8 else ''} were not reduced over the ranks: the last backward before it ran"
                 " within `no_backward_sync`. Leave that context, or pass `enabled=False`, for the last batch of a step."
             )
+
+    def drop_unreduced(self, parameters: Collection[nn.Parameter]) -> None:
+        """Throw away gradients of these parameters that wait to be reduced."""
+        fsdp.drop_unreduced_gradients(self._groups, parameters)
 
     def _set_gradient_sync(self, reduces: bool) -> None:
         assert isinstance(self.root, FSDPModule)

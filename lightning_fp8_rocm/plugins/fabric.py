@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_fp8_rocm.distributed import fsdp, objects, publish, sharding, storage
+from lightning_fp8_rocm.distributed import objects, publish, sharding, storage
 from lightning_fp8_rocm.distributed.faults import raise_together
 from lightning_fp8_rocm.distributed.model import ShardedModel, SteppedModule, check_not_compiled
 from lightning_fp8_rocm.distributed.random_states import random_states, set_random_states
@@ -114,6 +114,8 @@ class FabricPrecisionMixin(FP8PrecisionMixin, Precision):  # noqa: D101, the mix
         return strategy
 
 
+_OWNERS = "_fp8_rocm_models"
+"""Of an optimizer that was set up: the models that it trains, looked for once and not at each step."""
 _IN_USE: "WeakKeyDictionary[nn.Module, FabricStrategyMixin]" = WeakKeyDictionary()
 """Which strategy holds a model that was set up."""
 
@@ -449,7 +451,7 @@ class FabricStrategyMixin(FSDP2StrategyMixin, ParallelStrategy):  # noqa: D101, 
         return {parameter for model in self._models for parameter in model.root.parameters()}
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        for model in self._models_of(optimizer):
+        for model in getattr(optimizer, _OWNERS, ()):
             model.check_reduced(optimizer)
             model.after_backward()
 
@@ -558,10 +560,12 @@ def _dropping_all_gradients(kind: type[Optimizer], owners: list[ShardedModel]) -
         kind.zero_grad(self, set_to_none)
         own = {parameter for group in self.param_groups for parameter in group["params"]}
         for model in owners:
-            fsdp.drop_unreduced_gradients(model.root, own)
+            model.drop_unreduced(own)
 
     return type(
-        kind.__name__, (kind,), {"zero_grad": zero_grad, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        kind.__name__,
+        (kind,),
+        {"zero_grad": zero_grad, _OWNERS: owners, "__module__": kind.__module__, "__doc__": kind.__doc__},
     )
 
 
